@@ -39,7 +39,12 @@ CHAPTERS = {
         "share_comm_ctx",
     ],
     "Groups by plan": ["plan_groups", "GroupPlan", "PlannedGroup"],
-    "Sharded modules": ["FSDPModule", "ReplicateModule", "UnshardHandle"],
+    "Sharded modules": [
+        "FSDPModule",
+        "ReplicateModule",
+        "UnshardHandle",
+        "GradientReductionHandle",
+    ],
     "Options": [
         "MixedPrecisionPolicy",
         "OffloadPolicy",
@@ -132,6 +137,7 @@ GIVEN_TO_USERS = {
     "FSDPModule",
     "ReplicateModule",
     "UnshardHandle",
+    "GradientReductionHandle",
     "FlatParameter",
     "GroupPlan",
     "Installation",

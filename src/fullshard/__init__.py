@@ -36,6 +36,7 @@ if _TYPE_CHECKING:
     )
     from fullshard.comm.meetings import debug
     from fullshard.comm.step_guard import StepFailure
+    from fullshard.engine.backward_finalization import GradientReductionHandle
     from fullshard.engine.clip_grad import clip_grad_norm_
     from fullshard.engine.graphed_step import GraphedStep, graphed
     from fullshard.engine.guarded_step import GuardedStep, guarded_step
@@ -90,6 +91,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullshardError",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "GraphedStep",
     "GroupPlan",
     "GuardedStep",
@@ -146,6 +148,7 @@ _MODULES = {
     "FullOptimStateDictConfig": "api",
     "FullStateDictConfig": "api",
     "FullyShardedDataParallel": "fsdp1.wrapper",
+    "GradientReductionHandle": "engine.backward_finalization",
     "GraphedStep": "engine.graphed_step",
     "GroupPlan": "fsdp2.group_plan",
     "GuardedStep": "engine.guarded_step",

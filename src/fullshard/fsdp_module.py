@@ -1,5 +1,6 @@
 """Sharded modules: the public names of `fullshard.fsdp2.fsdp_module`."""
 
+from fullshard.engine.backward_finalization import GradientReductionHandle
 from fullshard.engine.unshard_handle import UnshardHandle
 from fullshard.fsdp2.fsdp_module import (
     FSDPModule,
@@ -12,6 +13,7 @@ from fullshard.fsdp2.fsdp_module import (
 
 __all__ = [
     "FSDPModule",
+    "GradientReductionHandle",
     "ReplicateModule",
     "UnshardHandle",
     "disable_fsdp_module_new_init",

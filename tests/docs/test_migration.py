@@ -40,10 +40,14 @@ from tests.helpers.training import (
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| `(torch\.[\w.]+)` \| `(fullshard\.[\w.]+)` \|$", re.MULTILINE)
+NEW_IN_2_15 = {"GradientReductionHandle"}
+"""Public names that torch did not have before."""
+HAS_2_15 = hasattr(torch.distributed.fsdp.FSDPModule, "finalize_backward")
 NAMES = [
     row
     for page in ("migration.md", "migration_fsdp1.md")
     for row in ROW.findall((DOCS / page).read_text())
+    if HAS_2_15 or row[0].rsplit(".", 1)[1] not in NEW_IN_2_15
 ]
 
 PUBLIC = [
@@ -71,16 +75,20 @@ def found(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-OURS = ", wire_dtype=None"
-"""The option that torch does not have, as it is printed: last, and off by default."""
+OURS = ("wire_dtype",) if HAS_2_15 else ("wire_dtype", "param_dtype_override_fn")
+"""Options that torch does not have; they are None by default."""
 
 
 def parameters(function: Any) -> list[tuple[str, Any, str]]:
     """Names, kinds and defaults of a signature; defaults of the two packages compare as text."""
     return [
-        (parameter.name, parameter.kind, repr(parameter.default).replace(OURS, ""))
+        (
+            parameter.name,
+            parameter.kind,
+            re.sub(rf", ({'|'.join(OURS)})=None", "", repr(parameter.default)),
+        )
         for parameter in inspect.signature(function).parameters.values()
-        if parameter.name != "wire_dtype"
+        if parameter.name not in OURS
     ]
 
 

@@ -23,6 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 import fullshard
 from fullshard import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from fullshard.engine.state import state_of
 from fullshard.errors import LifecycleError
 from fullshard.plan.names import clean_name
 from tests.helpers.compare import assert_close
@@ -87,6 +88,9 @@ class Case:
     static: bool = True
     """Whether shapes are given; if not, the first step finds them out by running each stage once."""
 
+    scale_grads: bool = True
+    """Whether gradients are divided by the number of microbatches."""
+
     @property
     def microbatches(self) -> int:
         """More than there are stages."""
@@ -120,7 +124,10 @@ class Pipeline:
         ]
         several = case.stages_per_rank > 1
         self.schedule = case.schedule(
-            stages if several else stages[0], case.microbatches, loss_fn=F.mse_loss
+            stages if several else stages[0],
+            case.microbatches,
+            loss_fn=F.mse_loss,
+            **({} if case.scale_grads else {"scale_grads": False}),
         )
         params = [param for chunk in self.own.values() for param in chunk.parameters()]
         self.optimizers = [
@@ -171,6 +178,10 @@ class Pipeline:
                 optimizer.zero_grad()
         for index, chunk in self.own.items():
             self._assert_close(self._weights(chunk), weights(self.reference[index]))
+            if self.case.api == FULLSHARD:
+                options = state_of(chunk).options  # type: ignore[union-attr]
+                assert options.requires_gradient_sync and options.is_last_backward
+                assert not options.manual_finalization, "a plain backward ends by itself again"
         assert traffic is not None
         self._check_collectives(traffic)
 
@@ -198,7 +209,8 @@ class Pipeline:
     def _reference_step(self, x: Tensor, target: Tensor) -> list[Tensor]:
         """Return the losses of this rank's microbatches, after the backward of all ranks' mean loss."""
         output = nn.Sequential(*self.reference)(x)
-        F.mse_loss(output, target).backward()
+        factor = 1 if self.case.scale_grads else self.case.microbatches
+        (F.mse_loss(output, target) * factor).backward()
         microbatches = zip(
             self._mine(output.detach()).split(1), self._mine(target).split(1), strict=True
         )
@@ -283,6 +295,7 @@ def test_schedules_that_gather_whole_stages_do_so_after_install(world) -> None:
         train_installed,
         replace(CASES["1F1B"], static=False),
         CASES["ZBV zero bubble"],
+        replace(CASES["ZBV zero bubble"], scale_grads=False),
     )
 
 

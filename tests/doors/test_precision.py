@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 
+from fullshard import torch_border
 from tests.helpers.compare import assert_equal
 from tests.helpers.models import ModelOptions, make_decoder
 from tests.helpers.training import FULLSHARD, TORCH, Run, batch_of, gradients, mine, shard, weights
@@ -127,7 +128,9 @@ def test_dtypes_are_those_of_torch_all_along(world, name: str) -> None:
     ours = world(2).run(dtypes, FULLSHARD, run)
     assert ours == world(2).run(dtypes, TORCH, run)
     compute = run.param_dtype or resting
-    assert ours[0]["parameters"] == ours[0]["unreduced"] == {compute}
+    assert ours[0]["parameters"] == {compute}
+    if not torch_border.REDUCES_IN_GRAD_DTYPE:  # since then, a narrower reduce dtype is seen there
+        assert ours[0]["unreduced"] == {compute}
     assert ours[0]["gradients"] == ours[0]["local gradients"] == {resting}
 
 

@@ -172,7 +172,7 @@ def sums_in_the_reduce_dtype() -> None:
     rank = dist.get_rank()
     # 257 is not a bf16 number: a sum in bf16 would be 256.
     values = (256.0, 1.0)[rank]
-    narrow = make_group(policy=MixedPrecisionPolicy(param_dtype=BF16))
+    narrow = make_group(policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16))
     narrow.reduce_now(values, values, None)
     narrow.has(128.0, 128.0, None)
     for wire_dtype in (None, BF16):

@@ -161,6 +161,7 @@ def _serve(executable: str, listener: socket.socket, tests: socket.socket) -> No
         importlib.import_module(module)
     importlib.import_module("fullshard.programs.cli").build_app()
     importlib.import_module("tests.helpers.torch_costs").spare_torchrun_costs()
+    os.register_at_fork(after_in_child=_renew_thread_pool)
     global started_as
     started_as = executable
     gc.freeze()  # what is there now is never collected, so processes do not copy it to count references
@@ -179,6 +180,16 @@ def _serve(executable: str, listener: socket.socket, tests: socket.socket) -> No
         client.close()
         caretakers = {each for each in caretakers if os.waitpid(each, os.WNOHANG) == (0, 0)}
         caretakers.add(caretaker)
+
+
+def _renew_thread_pool() -> None:
+    """Make torch's pool of threads anew, which a fork leaves behind, while this process has one thread.
+
+    Torch would do it later, and two of its threads at once abort the process: "Invalid thread pool".
+    """
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _look_after(client: socket.socket) -> None:

@@ -138,5 +138,6 @@ def test_products_of_experts_take_all_dtypes() -> None:
             assert (each.grad.shape, each.grad.dtype) == (each.shape, dtype)
     stacked = torch.empty(4, 8, 16, device="meta", requires_grad=True)
     assert ran(lambda: F.grouped_mm(stacked, stacked.mT))[0].shape == (4, 8, 8)
-    with pytest.raises(RuntimeError, match="BF16"):
-        F.grouped_mm(stacked, stacked.mT)  # it is put back
+    if torch.__version__ < "2.15":  # which takes all dtypes
+        with pytest.raises(RuntimeError, match="BF16"):
+            F.grouped_mm(stacked, stacked.mT)  # it is put back

@@ -288,7 +288,17 @@ engine/join.py::_ModelRanks.lend
     must be | doors/test_join::test_a_batch_that_cannot_be_lent_ends_all | doors/test_join::test_any_rank_may_have_any_number_of_batches
 engine/join.py::_check_data
     draw batches until | doors/test_join::test_data_that_fails_on_one_rank_ends_all | doors/test_join::test_any_rank_may_have_any_number_of_batches
+engine/backward_finalization.py::GradientReductionHandle.wait
+    has dropped since | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | doors/test_backward_finalization::test_reductions_are_in_flight_until_the_handle_waits
+engine/backward_finalization.py::set_manual
+    must be called between steps | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused
+engine/backward_finalization.py::finalize
+    does not finalize itself | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | doors/test_backward_finalization::test_reductions_are_in_flight_until_the_handle_waits
+    outside of forward and backward | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | doors/test_backward_finalization::test_gradients_are_those_of_a_backward_that_ends_by_itself_and_of_torch
+engine/backward_finalization.py::_check_is_root
+    must be called on the root module | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused
 engine/lazy_init.py::lazy_init
+    is for the root module | doors/test_backward_finalization::test_modules_below_the_root_are_named_at_the_first_forward | doors/test_backward_finalization::test_modules_below_the_root_are_named_at_the_first_forward
     must be sharded on its own | engine/test_runtime::test_a_list_of_modules_is_no_root | doors/test_grouped_modules::test_modules_of_a_group_run_without_their_model
 engine/lazy_init.py::_former_runtimes
     new outermost module only between steps | doors/test_as_in_torch::test_a_root_cannot_be_changed_within_a_forward | engine/test_runtime::test_the_root_is_the_state_whose_forward_comes_first
@@ -316,6 +326,7 @@ engine/param_group.py::FSDPParamGroup.check_nothing_assigned
 engine/process_hooks.py::_before_step
     A guarded step ends before | engine/test_guarded_step::test_a_failure_reaches_all_ranks_and_only_what_can_be_skipped_is_skipped | engine/test_guarded_step::test_a_run_goes_on_after_failures_anywhere_as_if_no_rank_had_seen_those_batches
     Gradients must be reduced before | doors/test_unreduced_gradients::test_no_optimizer_updates_pieces_with_gradients_that_were_not_reduced | doors/test_unreduced_gradients::test_other_calls_leave_what_waits_as_it_should_be
+    Backward must be finalized before | doors/test_backward_finalization::test_no_optimizer_steps_before_backward_is_finalized | doors/test_backward_finalization::test_no_optimizer_steps_before_backward_is_finalized
     A pipeline's step must end | doors/test_pipelining::test_a_failed_step_is_not_optimized_and_the_next_one_is_right | doors/test_pipelining::test_a_step_may_reduce_nothing
 engine/process_hooks.py::_check_params
     was made before the model was sharded | promises/test_unnoticed::test_an_optimizer_over_tensors_that_never_get_gradients_is_refused | doors/test_applied_by_torch::test_optimizers_in_backward_train_as_outside_of_it
@@ -482,6 +493,8 @@ plan/mesh.py::replicating_mesh_info
 plan/mesh.py::check_mesh | must be a torch.distributed
 plan/mesh.py::_info_of_named_axes
 plan/policies.py::DataParallelMeshDims.__post_init__
+plan/policies.py::MixedPrecisionPolicy.__post_init__
+plan/policies.py::MixedPrecisionPolicy.overrides
 plan/policies.py::check_wire_dtype
 plan/policies.py::switch
 plan/policies.py::check_type

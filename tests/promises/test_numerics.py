@@ -114,7 +114,8 @@ def test_two_ranks_equal_torch_to_the_last_bit(world, name: str) -> None:
 
 MIXED = {
     "bf16": small(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "bf16, reduced in bf16": small(param_dtype=torch.bfloat16),
+    "bf16, reduced in bf16": small(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    "bf16, reduced as by default": small(param_dtype=torch.bfloat16),
     "bf16, accumulation": small(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, microbatches=3
     ),

@@ -17,6 +17,7 @@ from fullshard import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
+    torch_border,
 )
 from fullshard.comm import collectives
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
@@ -72,7 +73,8 @@ def no_more_than_torch(run: Run, also_in_place: bool) -> list[int]:
         ranks * packed: ranks * aligned
         for packed, aligned in shard_sizes(run, run.param_dtype).items()
     }
-    reduced = shard_sizes(run, run.reduce_dtype or run.param_dtype)
+    follows = torch_border.REDUCES_IN_GRAD_DTYPE  # without a reduce dtype, that of the parameters
+    reduced = shard_sizes(run, run.reduce_dtype or (None if follows else run.param_dtype))
     scattered = {ranks * packed: ranks * aligned for packed, aligned in reduced.items()}
     aligned = {
         GATHER: Counter(gathered[size] for size in theirs[GATHER].elements()),
@@ -96,7 +98,8 @@ RUNS = {
     "kept after forward": Run(reshard_after_forward=False),
     "released after forward, root too": Run(reshard_after_forward=True),
     "bf16, reduced in fp32": BF16,
-    "bf16, reduced in bf16": Run(param_dtype=torch.bfloat16),
+    "bf16, reduced in bf16": Run(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    "bf16, reduced as by default": Run(param_dtype=torch.bfloat16),
     "accumulation": Run(microbatches=3),
     "accumulation, reduced every time": Run(microbatches=3, sync_every_microbatch=True),
     "accumulation, kept": Run(

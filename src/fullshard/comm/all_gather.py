@@ -247,6 +247,11 @@ class GroupAllGather:
         self.release()
 
     @property
+    def addresses(self) -> range:
+        """Addresses of the full parameters, if they are in memory."""
+        return self.buffer.full.addresses
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of memory that it has now, a comm object's included."""
         return self.buffer.held_bytes + (0 if self._staged is None else self._staged.nbytes)
@@ -260,6 +265,8 @@ class UnshardedInPlace:
 
     takes_memory_late = is_small = False
     held_bytes = 0
+    addresses = range(0)
+    """None: its memory is not lost."""
 
     def __init__(self, shards: ShardBuffer) -> None:
         # What an optimizer writes to the shards is seen here at once, so these parameters are never outdated.

@@ -80,7 +80,7 @@ class UnbufferedAllGather(ABC):
 
     def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy) -> None:
         self.param = param
-        self._dtype = policy.param_dtype or param.dtype
+        self._dtype = param.param_dtype or policy.param_dtype or param.dtype
         self.inputs: list[Tensor] = []
         """What this rank sends; empty between gathers."""
         self._outputs_of: dict[Form, _Outputs] = {}
@@ -179,7 +179,8 @@ class ExtensionAllGather(UnbufferedAllGather):
         ):
             # 1: as early versions of the extension had it
             shape = torch.Size(param.shape)
-            self._told += (shape, contiguous_strides(shape), param.owners[0].module, policy)
+            module, own_policy = param.owners[0].module, policy.of_param(param.param_dtype)
+            self._told += (shape, contiguous_strides(shape), module, own_policy)
         self._metadata: Any = None
 
     def prepare(self, device: torch.device) -> None:

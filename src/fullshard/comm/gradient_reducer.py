@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fullshard import torch_border
 from fullshard.comm.reduce_buffer import ReduceBuffer, lies_in_one_piece
 from fullshard.comm.reduce_scatter import (
     ReducedGroup,
@@ -34,9 +35,10 @@ from fullshard.comm.streams import FSDPCommContext
 from fullshard.comm.unreduced_gradients import UnreducedGradients
 from fullshard.plan.layout import Layout, has_large_pieces
 from fullshard.plan.mesh import DataParallelAxes
-from fullshard.plan.placement import local_gradient
+from fullshard.plan.placement import is_unsummed, local_gradient
 from fullshard.plan.policies import MixedPrecisionPolicy
 from fullshard.storage.param import FSDPParam
+from fullshard.storage.sharded_params import PlainShardedParam
 
 COPIED_BESIDE = 64 * 2**20
 """Bytes of a reduce buffer up to which a captured step copies gradients beside compute."""
@@ -90,10 +92,19 @@ class GradientReducer:
         self._low_precision = low_precision
         self.reduce_dtypes: list[torch.dtype] = []
         """For each parameter, the dtype in which its gradients are summed over ranks."""
+        self._unreduced_dtypes: list[torch.dtype] = []
+        """For each parameter, the dtype in which gradients of several backwards are added up before that."""
         self.gradient_dtypes: list[torch.dtype] = []
         """For each parameter, the dtype of its sharded gradient."""
         self.wire_dtype: torch.dtype | None = None
         """The dtype in which gradients travel, if it is not the reduce dtype."""
+        self._grad_dtypes: list[torch.dtype | None] = []
+        """For each parameter, `grad_dtype` of its sharded parameter."""
+        self._given_reduce_dtype: torch.dtype | None = None
+        """The policy's."""
+        self._compute_dtypes: list[torch.dtype] = []
+        self._arrived: dict[int, torch.dtype] = {}
+        """Dtypes in which gradients came last, of parameters that take them as they come (`grad_dtype` is None)."""
         self.unreduced = UnreducedGradients(params, layout)
         self._buffer: ReduceBuffer | None = None
         """None until there are gradients, and after its dtypes or trainable parameters have changed."""
@@ -132,22 +143,86 @@ class GradientReducer:
         self, policy: MixedPrecisionPolicy, compute_dtypes: Sequence[torch.dtype]
     ) -> None:
         """Derive the dtypes of sums, messages and sharded gradients from the policy and the parameters' dtypes."""
-        reduce_dtypes = [
-            policy.reduce_dtype
-            if policy.reduce_dtype is not None and dtype.is_floating_point
-            else dtype
-            for dtype in compute_dtypes
-        ]
-        gradient_dtypes = [param.dtype for param in self._params]
-        if self._low_precision:
-            sharded = self._mesh_info.shard_process_group is not None
-            gradient_dtypes = [*compute_dtypes] if sharded else reduce_dtypes
+        self._given_reduce_dtype, self._compute_dtypes = policy.reduce_dtype, [*compute_dtypes]
         # What stays on its rank is not rounded.
         wire_dtype = policy.wire_dtype if self._mesh_info.shard_mesh_size > 1 else None
-        dtypes = reduce_dtypes, gradient_dtypes, wire_dtype
-        if dtypes != (self.reduce_dtypes, self.gradient_dtypes, self.wire_dtype):
-            self.reduce_dtypes, self.gradient_dtypes, self.wire_dtype = dtypes
+        if wire_dtype is not self.wire_dtype:
+            self.wire_dtype = wire_dtype
             self.forget_buffer()
+        self._grad_dtypes = [param.sharded_param.grad_dtype for param in self._params]
+        self._arrived = {
+            index: dtype
+            for index, dtype in enumerate(compute_dtypes)
+            if self._grad_dtypes[index] is None
+        }
+        self._set_dtypes()
+
+    def has_other_grad_dtypes(self) -> bool:
+        """Return whether users have chosen other dtypes of gradients (`Tensor.grad_dtype`) since they were derived."""
+        return self._grad_dtypes != [param.sharded_param.grad_dtype for param in self._params]
+
+    def _set_dtypes(self) -> None:
+        self._unreduced_dtypes = self._derived_dtypes()
+        reduce_dtypes = self._summed_together(self._unreduced_dtypes)
+        gradient_dtypes = [
+            own or dtype for own, dtype in zip(self._grad_dtypes, reduce_dtypes, strict=True)
+        ]
+        if self._low_precision:
+            sharded = self._mesh_info.shard_process_group is not None
+            gradient_dtypes = [*self._compute_dtypes] if sharded else reduce_dtypes
+        dtypes = reduce_dtypes, gradient_dtypes
+        if dtypes != (self.reduce_dtypes, self.gradient_dtypes):
+            self.reduce_dtypes, self.gradient_dtypes = dtypes
+            self.forget_buffer()
+
+    def _derived_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes of sums: the policy's, or what torch's FSDP2 takes for the parameter if that has none."""
+        given = self._given_reduce_dtype
+        if given is not None:
+            return [given if dtype.is_floating_point else dtype for dtype in self._compute_dtypes]
+        if not torch_border.REDUCES_IN_GRAD_DTYPE:
+            return self._compute_dtypes
+        return [own or self._arrived[index] for index, own in enumerate(self._grad_dtypes)]
+
+    def _summed_together(self, dtypes: list[torch.dtype]) -> list[torch.dtype]:
+        """Return in which dtypes gradients are reduced that are added up in ``dtypes``.
+
+        Parameters of one dtype whose gradients differ are reduced together, in the dtype that holds all of them.
+        """
+        if self._given_reduce_dtype is not None or not torch_border.REDUCES_IN_GRAD_DTYPE:
+            return dtypes
+        together: dict[torch.dtype, torch.dtype] = {}
+        for param, own in zip(self._params, dtypes, strict=True):
+            together[param.dtype] = torch.promote_types(together.get(param.dtype, own), own)
+        return [together[param.dtype] for param in self._params]
+
+    def choose_unreduced_dtypes(self) -> None:
+        """Let autograd bring the gradients of unsharded parameters as torch's FSDP2 does; when these have been made.
+
+        Narrower gradients are summed in a wider dtype: they stay as they come, also where a custom autograd function
+        returns fp32 for a bf16 parameter. Wider ones are rounded at once, which takes less memory. Parameters that rest
+        as plain tensors show unreduced gradients in `.grad`, in the compute dtype.
+        """
+        if not torch_border.REDUCES_IN_GRAD_DTYPE:
+            return
+        dtypes = zip(self._compute_dtypes, self._unreduced_dtypes, self._grad_dtypes, strict=True)
+        for param, (compute, added_up, own) in zip(self._params, dtypes, strict=True):
+            unsharded = param.unsharded_param
+            assert unsharded is not None, "it has just been made"
+            if isinstance(param.sharded_param, PlainShardedParam):
+                continue
+            if own is None and self._given_reduce_dtype is None:
+                unsharded.grad_dtype = None
+            elif compute is not added_up:
+                is_wider = torch.promote_types(compute, added_up) is added_up
+                unsharded.grad_dtype = None if is_wider else added_up
+
+    def _note_arrived(self, gradients: dict[int, Tensor]) -> None:
+        """Reduce gradients of parameters whose `grad_dtype` is None in the dtypes in which they have come."""
+        arrived = {i: g.dtype for i, g in gradients.items() if i in self._arrived}
+        if not arrived.items() <= self._arrived.items():
+            self._arrived |= arrived
+            self._set_dtypes()
 
     def forget_buffer(self) -> None:
         """Make the reduce buffer anew next time: dtypes, or which parameters are trainable, have changed."""
@@ -173,7 +248,7 @@ class GradientReducer:
         gradients = self._take_gradients()
         if self._open is not None:
             self._withdraw_products(gradients)
-        self.unreduced.add(gradients, self.reduce_dtypes)
+        self.unreduced.add(gradients, self._unreduced_dtypes)
 
     def reduce(self, *, include_unused: bool = False) -> None:
         """Take the unsharded parameters' gradients and all that wait, and start to reduce them.
@@ -192,8 +267,12 @@ class GradientReducer:
         zeros: set[int] = set()
         if unreduced.partial or settings.zero_unused:
             zeros = self._without_gradient(gradients, include_unused=include_unused)
-        if self._open is not None and not self._open.targets.keys() >= {*gradients, *zeros}:
-            self._withdraw_products(gradients)  # parameters have become trainable since
+        if self._open is not None and (
+            self._open is not self._buffer or not self._open.targets.keys() >= {*gradients, *zeros}
+        ):
+            self._withdraw_products(
+                gradients
+            )  # dtypes have changed, or parameters have become trainable since
         written, self._written = self._written, set()
         if not gradients and not zeros and not written:
             return
@@ -241,6 +320,8 @@ class GradientReducer:
             if gradient is not None:
                 unsharded.grad = None
                 if param.placement.unsharded_mesh is not None:
+                    if torch_border.REDUCES_IN_GRAD_DTYPE and is_unsummed(gradient):
+                        gradient = gradient.to(self._unreduced_dtypes[index])
                     gradient = local_gradient(param.placement, gradient)
                 gradients[index] = gradient
         active = self.settings.active
@@ -248,6 +329,8 @@ class GradientReducer:
             # Zeros are written. A product with zero would keep NaN.
             for index, gradient in gradients.items():
                 gradients[index] = torch.zeros_like(gradient, requires_grad=False)
+        if self._arrived:
+            self._note_arrived(gradients)
         return gradients
 
     def _without_gradient(self, gradients: Collection[int], *, include_unused: bool) -> set[int]:
@@ -338,7 +421,7 @@ class GradientReducer:
         if self.settings.active is not None:
             return None
         if not reduced or self.unreduced.waits(index):
-            return self.unreduced.place_for(index, self.reduce_dtypes[index])
+            return self.unreduced.place_for(index, self._unreduced_dtypes[index])
         if self._open is None:
             buffer = self._open = self._free_buffer({index})
             if self._context.recorder is not None:

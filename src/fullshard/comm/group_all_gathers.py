@@ -64,6 +64,8 @@ class GroupAllGathers:
         self._context: FSDPCommContext | None = None
         self.custom: collectives.AllGather | None = None
         """A comm object to gather with."""
+        self.keeps_memory = False
+        """Whether gathered memory stays when it is released, so that it has the same address at every gather."""
         self.compute_dtypes: list[torch.dtype] = []
         """Compute dtypes of the parameters that lie in the gather buffer."""
         self.from_shards: GroupAllGather | UnshardedInPlace | None = None
@@ -99,12 +101,7 @@ class GroupAllGathers:
 
         What was built on other dtypes is forgotten.
         """
-        dtypes = {
-            param: policy.param_dtype
-            if policy.param_dtype is not None and param.dtype.is_floating_point
-            else param.dtype
-            for param in self._params
-        }
+        dtypes = {param: param.compute_dtype(policy) for param in self._params}
         self.compute_dtypes = [dtypes[param] for param in self._shards.buffered]
         members = [
             self._unbuffered_member(param, policy)
@@ -152,6 +149,13 @@ class GroupAllGathers:
                 else self._all_gather_on(self._device)
             )
         return self.from_shards
+
+    def release(self, all_gather: GroupAllGather | UnshardedInPlace) -> None:
+        """Give back the memory that a gather has taken, unless it is kept."""
+        if not self.keeps_memory:
+            all_gather.release()
+            if self.unbuffered is not None:
+                self.unbuffered.release()
 
     @property
     def uploads(self) -> bool:

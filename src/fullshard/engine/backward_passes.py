@@ -91,6 +91,8 @@ class BackwardPasses:
         """States that have sent gradients off since the outermost pass began."""
         self._to_be_reduced: set[FSDPState] = set()
         """States that backward has left, to come back to them, while gradients that it has written wait."""
+        self._postponed: set[FSDPState] = set()
+        """States whose gradients a pass has only added up, of those that the user will finalize."""
         self._num_left = 0
         """States that were left since the outermost pass began."""
         self._has_run = False
@@ -312,14 +314,32 @@ class BackwardPasses:
                 self._reduce(state)
             if state.training_state is TrainingState.POST_BACKWARD:
                 state.training_state = TrainingState.IDLE
+        if runtime.root.options.manual_finalization:
+            self._postponed.update(
+                state for state in runtime.states if not state.options.requires_gradient_sync
+            )
         self._reduced.clear()
         self._to_be_reduced.clear()
         self._has_run = True
         runtime.context.has_room = True
-        runtime.end_backward()
+        runtime.end_pass()
+
+    def reduce_postponed(self) -> None:
+        """Reduce what passes have added up before the user finalizes them, of states that reduce now."""
+        self.reduce_microbatches(
+            [
+                state
+                for state in self._runtime.states
+                if state.options.requires_gradient_sync
+                and (
+                    state in self._postponed
+                    or any(group.reducer.unreduced.partial for group in state.groups)
+                )
+            ]
+        )
 
     def reduce_microbatches(self, states: Sequence[FSDPState]) -> None:
-        """Reduce what the backwards of a pipeline's step have added up; see `pipelines`."""
+        """Reduce what several backwards have added up; the runtime's `end_backward` comes next."""
         try:
             self._reduce_microbatches(states)
         except BaseException as error:
@@ -339,7 +359,7 @@ class BackwardPasses:
                     group.use_sharded_params()
             self._reduce(state)
         self._reduced.clear()
-        self._runtime.end_backward()
+        self._postponed.difference_update(states)
 
     def abandon(self) -> None:
         """Forget passes that did not end, after a failed step."""
@@ -351,6 +371,7 @@ class BackwardPasses:
         self.reached.clear()
         self._reduced.clear()
         self._to_be_reduced.clear()
+        self._postponed.clear()
         self._graphs = None
 
     # --- gradients of gradients: see the note in `schedule` ----------------------------------------

@@ -90,6 +90,7 @@ def _settings_of(group: FSDPParamGroup) -> tuple[Any, ...]:
         group.reducer.settings,
         gathers.custom,
         gathers.post_forward is not None,
+        gathers.keeps_memory,
         tuple(group.shards.trainable),
     )
 

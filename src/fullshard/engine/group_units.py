@@ -74,8 +74,11 @@ class GroupingOptions:
     def bytes_of(self, param: nn.Parameter) -> int:
         """Return the bytes of a parameter while it is gathered."""
         local, dtype = local_tensor(param), self.mp_policy.param_dtype
-        if dtype is None or not param.is_floating_point():
-            dtype = local.dtype
+        if not param.is_floating_point():
+            dtype = None
+        elif self.mp_policy.param_dtype_override_fn is not None:
+            dtype = self.mp_policy.param_dtype_override_fn(param) or dtype
+        dtype = dtype or local.dtype
         return local.numel() * dtype.itemsize
 
     def bytes_below(self, module: nn.Module) -> int:

@@ -31,6 +31,16 @@ def lazy_init(state: FSDPState) -> Runtime:
     states = {
         found: ", ".join(of_modules) for found, of_modules in named_states(state.modules[0]).items()
     }
+    below = [
+        name
+        for found, name in states.items()
+        if found is not state and found.options.manual_finalization
+    ]
+    if below:
+        raise LifecycleError(
+            "set_manual_backward_finalization(True) is for the root module, but it was called on modules below it: "
+            f"{below}. Call it with False on these, and on the module whose forward you call."
+        )
     former = _former_runtimes(states)
     paths = {module: clean_name(name) for name, module in state.modules[0].named_modules()}
     for found in states:

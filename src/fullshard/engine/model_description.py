@@ -250,7 +250,11 @@ def full_name(param: FSDPParam, paths: Mapping[nn.Module, str]) -> str:
 
 @functools.cache
 def _policy(policy: MixedPrecisionPolicy) -> list[tuple[str, str]]:
-    return [(field.name, _plain(getattr(policy, field.name))) for field in fields(policy)]
+    return [
+        (field.name, _plain(getattr(policy, field.name)))
+        for field in fields(policy)
+        if not field.name.endswith("_fn")  # what it has chosen is compared by parameter
+    ]
 
 
 def _reduction(settings: ReduceSettings, axes: DataParallelAxes) -> Section:
@@ -271,6 +275,8 @@ def _reduction(settings: ReduceSettings, axes: DataParallelAxes) -> Section:
 def _add_common_facts(section: Section, param: FSDPParam, name: str) -> None:
     """Add what ranks of tensor parallelism have in common, too."""
     section[f"dtype of {name}"] = _plain(param.dtype)
+    if param.param_dtype is not None:
+        section[f"param_dtype of {name}"] = _plain(param.param_dtype)
     section[f"requires_grad of {name}"] = str(param.sharded_param.param.requires_grad)
     placement = param.placement
     if placement.unsharded_mesh is not None:

@@ -40,6 +40,8 @@ class StateOptions:
     """How many reduce inputs may be in flight."""
     is_last_backward: bool = True
     """For the root: whether the end of backward releases what was kept for it."""
+    manual_finalization: bool = False
+    """For the root: whether the user ends backward (`backward_finalization`), and not the end of each pass."""
     post_optim_event: Any = None
     """For the root: what the next forward's gathers wait for, instead of the current stream."""
     event_is_captured: bool = False

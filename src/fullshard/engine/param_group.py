@@ -140,16 +140,18 @@ class FSDPParamGroup:
         self.reducer.derive_dtypes(self.mp_policy, compute_dtypes)
 
     @torch.no_grad()
-    def _notice_extensions(self) -> None:
-        """Use the all-gather extensions that shards were given after sharding.
+    def _notice_attributes(self) -> None:
+        """Use what users have given the shards after sharding: all-gather extensions, dtypes of gradients.
 
-        Before: any state. After: if there are such shards, SHARDED.
+        Before: any state. After: if there is something new, SHARDED.
         """
         late = self.all_gathers.late_extensions()
+        if late is None and not self.reducer.has_other_grad_dtypes():
+            return
+        self.reshard()
         if late is not None:
-            self.reshard()
             self.shards.move_out_of_buffer(late)
-            self._prepare_dtypes()
+        self._prepare_dtypes()
 
     def set_mp_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Compute and reduce in other dtypes from now on."""
@@ -157,6 +159,13 @@ class FSDPParamGroup:
             self.reshard()
             self.mp_policy = policy
             self._prepare_dtypes()
+
+    def keep_unsharded_storage(self, keep: bool) -> None:
+        """Keep gathered memory from now on, or give it back, at once if nothing is gathered."""
+        self.all_gathers.keeps_memory = keep
+        if self._all_gather is not None and not self.gathered:
+            self.all_gathers.release(self._all_gather)
+        CHANGES.note()
 
     def set_custom_all_gather(self, all_gather: collectives.AllGather | None) -> None:
         """Gather with a comm object from now on; None for the default."""
@@ -253,7 +262,7 @@ class FSDPParamGroup:
         """Join a model's streams, under the group's full name in it. Ranks have ``in_tags`` in common, other groups have not."""
         in_tags = name if in_tags is None else in_tags
         self._wait_for_gather()  # one issued before, on streams of its own
-        self._notice_extensions()
+        self._notice_attributes()
         self._context = context
         self.name = name
         self.gather_tag = tag(f"all-gather of {in_tags}")
@@ -459,6 +468,7 @@ class FSDPParamGroup:
             for member in () if gathers.unbuffered is None else gathers.unbuffered.members:
                 assert member.full is not None, "the gather has been finished"
                 member.param.make_unsharded_param(member.full)
+            self.reducer.choose_unreduced_dtypes()
         self._watch_gradients()
         self._param_swap = ParamSwap(self.params)
         self._writes = UnshardedWrites(self.shards.buffered, gathers.from_shards.params)
@@ -514,7 +524,7 @@ class FSDPParamGroup:
         self.context.gathers_wait_for()
 
     def reshard(self) -> None:
-        """Put the sharded parameters back on their modules and give all memory for gathering back.
+        """Put the sharded parameters back on their modules and give all memory for gathering back, unless it is kept.
 
         Before: any state. After: SHARDED. Tensors that autograd saved stay valid objects and see the data
         again after the next gather.
@@ -591,11 +601,9 @@ class FSDPParamGroup:
         all_gather, context = self._all_gather, self._context or self.context
         assert all_gather is not None, "present memory was gathered"
         self._released_event.record()
-        all_gather.release()
+        self.all_gathers.release(all_gather)
         if self._guard is not None:
             self._guard.memory_is_absent()
-        if self.all_gathers.unbuffered is not None:
-            self.all_gathers.unbuffered.release()
         if context.asynchronous:  # the host has nothing to wait for
             context.releases.append(self._released_event)
         self.sharded_state = following
@@ -607,11 +615,7 @@ class FSDPParamGroup:
     @property
     def gathered_addresses(self) -> range:
         """Addresses of the gathered memory: a tensor that lies there is lost when it is given back."""
-        if not isinstance(self._all_gather, GroupAllGather):
-            return range(0)
-        storage = self._all_gather.buffer.full.storage
-        begin = storage.data_ptr()
-        return range(begin, begin + storage.nbytes() if begin else 0)  # 0: absent, or on meta
+        return range(0) if self._all_gather is None else self._all_gather.addresses
 
     @property
     def held_bytes(self) -> int:
@@ -636,11 +640,7 @@ class FSDPParamGroup:
 
     @property
     def outdated(self) -> bool:
-        """Whether gathered parameters may not be used by another forward.
-
-        The shards were changed in place after they were gathered: by an optimizer, say. Or nobody said that
-        they may stay.
-        """
+        """Whether gathered parameters may not be used by another forward: shards were written since, or they may not stay."""
         return self.gathered and not (
             self._may_stay and self._gathered_version == self.shards.version
         )

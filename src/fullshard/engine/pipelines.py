@@ -52,7 +52,12 @@ def observe() -> None:
         return
     with _OBSERVING:  # ranks may be threads
         _observed = _observed or torch_border.observe_stages(
-            _forward, _backward, _backward_weight, _reduce_gradients, _scale_gradients
+            _forward,
+            _backward,
+            _backward_weight,
+            _start_reduction,
+            _reduce_gradients,
+            _scale_gradients,
         )
 
 
@@ -101,6 +106,12 @@ def _backward_weight(run: Callable[..., Any], stage: Any, *args: Any, **kw: Any)
             state.use_sharded_params()
 
 
+def _start_reduction(run: Callable[..., Any], stage: Any) -> None:
+    """Let torch's stage finalize a backward of its own module: after `fullshard.install`, it takes ours for one."""
+    _end_microbatches(stage)
+    run(stage)
+
+
 def _reduce_gradients(run: Callable[..., Any], stage: Any, grad_scale_factor: int) -> None:
     if not _reduce(stage):
         run(stage, grad_scale_factor)
@@ -118,6 +129,8 @@ def _reduce(stage: Any) -> bool:
     states = _end_microbatches(stage)
     for runtime, theirs in _by_runtime(states):
         runtime.backward.reduce_microbatches(theirs)
+        runtime.end_backward()
+        runtime.root.options.manual_finalization = False  # as set by torch's stage
     return bool(states)
 
 

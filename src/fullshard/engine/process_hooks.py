@@ -37,7 +37,13 @@ from fullshard import torch_border
 from fullshard.comm.journal import POSITION, journal_of, journals
 from fullshard.comm.meetings import step_taken
 from fullshard.comm.unreduced_gradients import gradients_were_cleared, not_to_be_updated
-from fullshard.engine import backward_hooks, local_updates, optimizer_checks, pipelines
+from fullshard.engine import (
+    backward_finalization,
+    backward_hooks,
+    local_updates,
+    optimizer_checks,
+    pipelines,
+)
 from fullshard.engine.compared_updates import UpdatedParams, params_by_process_group, updates_of
 from fullshard.engine.known_groups import groups_of, unsharded_groups
 from fullshard.engine.model_changes import CHANGES
@@ -117,6 +123,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise LifecycleError(
             "Gradients must be reduced before an optimizer updates sharded parameters. The gradients of these parameters were "
             f"only accumulated, in no_sync(): {unreduced}. Run the last backward before step() outside of no_sync()."
+        )
+    open_backward = backward_finalization.not_finalized(lambda: params_of(optimizer))
+    if open_backward:
+        raise LifecycleError(
+            "Backward must be finalized before an optimizer updates sharded parameters. These belong to a model with "
+            f"set_manual_backward_finalization(True), and their gradients may be incomplete: {open_backward}. Call "
+            "finalize_backward() of the root module before step(), or wait() of the handle that it has returned."
         )
     unfinished = pipelines.not_reduced(lambda: params_of(optimizer))
     if unfinished:

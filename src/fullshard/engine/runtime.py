@@ -88,6 +88,9 @@ class Runtime:
         """Whether a forward has ended."""
         self._may_have_dropout = True
         """Whether nobody has looked yet for dropout that is active without gradients."""
+        self.awaits_finalization = False
+        """Whether passes have ended whose backward the user has not finalized."""
+        self.num_resets = 0
         self._broke_off = False
         """Whether an exception has ended work of the engine's own halfway: see `break_off`."""
 
@@ -191,6 +194,8 @@ class Runtime:
             self.context.cross_border()  # a capture may have failed, whose events are of no use now
         self.context.join(accumulate=False)
         self.backward.abandon()
+        self.awaits_finalization = False
+        self.num_resets += 1
         self._prefetched.clear()
         self._reshard_later = None
         for state in self.states:
@@ -537,38 +542,60 @@ class Runtime:
                 group.reshard_after_forward()
             self._reshard_later = None
 
+    def end_pass(self) -> None:
+        """The outermost backward pass has ended: end backward with it, unless the user does."""
+        if self.root.options.manual_finalization:
+            self.awaits_finalization = True
+            self._give_back(is_last=False)
+            POSITION.phase = "outside"
+        else:
+            self.end_backward()
+
     def end_backward(self) -> None:
-        """The outermost backward pass has ended: give back what it left, and join the streams."""
+        """No pass of this backward comes any more: give back what was left, and join the streams."""
+        try:
+            self._end_backward()
+        except BaseException as error:
+            self.break_off(error)
+            raise
+
+    def _end_backward(self) -> None:
         with (
             torch_border.profiler_range("FSDP::root_post_backward_callback")
             if torch_border.profiler_enabled()
             else torch_border.NO_RANGE
         ):
-            self._reshard_now()
-            self._drop_prefetched()
-            for state in self.states:
-                if state.call is not None:
-                    if not state.in_forward:
-                        self.end_call(state)  # of a recomputation that stopped early
-                        state.reshard()
-                elif not state.options.reshard_after_forward and self.root.call is None:
-                    self._release_unreached(state)
-            if self.root.options.is_last_backward:
-                for state in self.states:
-                    for group in state.groups:
-                        # One that backward did not reach, or whose parameters it did not need.
-                        if group.sharded_state is ShardedState.SHARDED_POST_FORWARD:
-                            group.drop_post_forward_shard()
+            options = self.root.options
+            self._give_back(is_last=options.is_last_backward or options.manual_finalization)
             # Always: code that reads `.grad` after a backward, the last one or not, does not know that it must wait.
             self.context.join()
+            self.awaits_finalization = False
             POSITION.phase = "outside"
 
-    def _release_unreached(self, state: FSDPState) -> None:
+    def _give_back(self, *, is_last: bool) -> None:
+        """Give back what was gathered and not used, and if the backward was the last one, what was kept for it."""
+        self._reshard_now()
+        self._drop_prefetched()
+        for state in self.states:
+            if state.call is not None:
+                if not state.in_forward:
+                    self.end_call(state)  # of a recomputation that stopped early
+                    state.reshard()
+            elif not state.options.reshard_after_forward and self.root.call is None:
+                self._release_unreached(state, is_last=is_last)
+        if is_last:
+            for state in self.states:
+                for group in state.groups:
+                    # One that backward did not reach, or whose parameters it did not need.
+                    if group.sharded_state is ShardedState.SHARDED_POST_FORWARD:
+                        group.drop_post_forward_shard()
+
+    def _release_unreached(self, state: FSDPState, *, is_last: bool) -> None:
         """Give back what was kept for a backward that did not come to ``state``.
 
         Between steps users find sharded parameters: what they write to others is lost.
         """
-        if state.options.reshard_after_backward and self.root.options.is_last_backward:
+        if state.options.reshard_after_backward and is_last:
             state.reshard()
             state.left_unsharded = False
         else:

@@ -37,7 +37,12 @@ from fullshard.fsdp1.wrapper_options import WrapperOptions
 from fullshard.plan.mesh import DataParallelAxes, DataParallelMeshInfo
 from fullshard.plan.names import FLAT_PARAM, clean_name
 from fullshard.plan.placement import DTensorPlacer, ParamPlacement, local_tensor
-from fullshard.plan.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.plan.policies import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    check_wire_dtype,
+)
 from fullshard.storage.param import FSDPParam, fits_in_buffers
 from fullshard.storage.shard_formats import FlatFormat, FlatParameterFormat, ShardFormat
 from fullshard.storage.sharded_params import ParamModuleInfo, reads_gradients
@@ -221,9 +226,10 @@ def shard(wrapper: nn.Module, wrapped: nn.Module, options: WrapperOptions) -> FS
 
 def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
     """Return the engine's policy for these dtypes."""
+    check_wire_dtype(precision.wire_dtype, precision.reduce_dtype)  # users may have changed them
     return MixedPrecisionPolicy(
         param_dtype=precision.param_dtype,
-        reduce_dtype=precision.reduce_dtype,
+        reduce_dtype=precision.reduce_dtype or precision.param_dtype,
         cast_forward_inputs=precision.cast_forward_inputs,
         wire_dtype=precision.wire_dtype,
     )

@@ -29,7 +29,13 @@ from fullshard.comm.collectives import (
     choose_symmetric_memory,
 )
 from fullshard.comm.streams import FSDPCommContext
-from fullshard.engine import fused_linear, module_hooks, skipped_forward
+from fullshard.engine import (
+    backward_finalization,
+    fused_linear,
+    module_hooks,
+    skipped_forward,
+)
+from fullshard.engine.backward_finalization import GradientReductionHandle
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, state_of
 from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
@@ -160,6 +166,29 @@ class FSDPModule(torch_border.ConvertibleModule):
         """
         _state(self).options.set_is_last_backward(is_last_backward)
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Choose whether you end backward by `finalize_backward`, or the end of each backward pass does. Call it on the root.
+
+        Passes then reduce gradients as before, or only add them up (`set_requires_gradient_sync`), but do not wait for
+        reductions: gradients are complete after `finalize_backward`. `set_is_last_backward` has no effect.
+        """
+        enabled = switch("enabled", enabled)
+        backward_finalization.set_manual(_state(self), enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End backward, after all its passes and outside of forward and backward. Call it on the root.
+
+        Gradients that passes have only added up are reduced, unless `set_requires_gradient_sync` is still False, and
+        parameters that were kept for backward are released as the options say now. With several passes,
+        set it to False for all of them and to True before this call: then there is one reduction. Needs
+        `set_manual_backward_finalization`. Nothing happens before the first forward.
+
+        Args:
+            async_op: Return at once with a `GradientReductionHandle`; its `wait` must come before anything reads the
+                gradients.
+        """
+        return backward_finalization.finalize(_state(self), async_op)
+
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
@@ -188,6 +217,16 @@ class FSDPModule(torch_border.ConvertibleModule):
         """Free the unsharded parameters after backward, or keep them for the next microbatch."""
         for state in _states(self, recurse):
             state.options.set_reshard_after_backward(reshard_after_backward)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of unsharded parameters when they are resharded, so that each gather finds it at the same address.
+
+        It then takes as much memory as without sharding. With False, memory that was kept is given back.
+        """
+        keep = switch("keep", keep)
+        for state in _states(self, recurse):
+            for group in state.groups:
+                group.keep_unsharded_storage(keep)
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
         """Gather these modules' parameters during this one's forward, instead of those of the next in order."""

@@ -265,6 +265,12 @@ class _ParamPlan:
     mesh_info: DataParallelMeshInfo
     placement: ParamPlacement
 
+    def in_dtype(self, chosen: torch.dtype | None) -> FSDPParam:
+        """Return the parameter for its group; ``chosen`` stands in the place of the policy's ``param_dtype``."""
+        return FSDPParam(
+            self.name, self.owners, self.param, self.placement, self.dim, param_dtype=chosen
+        )
+
 
 def _apply(
     modules: Sequence[nn.Module],
@@ -276,7 +282,8 @@ def _apply(
     options: StateOptions,
     mixin: type[FSDPModule],
 ) -> None:
-    """Shard the parameters and attach the state. All checks have passed before."""
+    """Shard the parameters and attach the state. All other checks have passed before."""
+    param_dtypes = options.mp_policy.overrides((each.name, each.param) for each in found)
     device = device_of(info.mesh)
     move_buffers(managed_modules(modules), device)
     name = _provisional_name(modules)
@@ -285,7 +292,7 @@ def _apply(
         members.setdefault(each.mesh_info.communicates_over, []).append(each)
     groups = [
         FSDPParamGroup(
-            [FSDPParam(e.name, e.owners, e.param, e.placement, e.dim) for e in together],
+            [each.in_dtype(param_dtypes.get(each.param)) for each in together],
             together[0].mesh_info,
             device,
             options.mp_policy,

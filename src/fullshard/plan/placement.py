@@ -256,6 +256,13 @@ def _splits(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, *, firs
 
 
 @torch.no_grad()
+def is_unsummed(gradient: Tensor) -> bool:
+    """Return whether tensor parallelism has left a gradient as partial sums, which are still to be added up."""
+    return isinstance(gradient, DTensor) and any(
+        placement.is_partial() for placement in gradient.placements
+    )
+
+
 def local_gradient(placement: ParamPlacement, gradient: Tensor) -> Tensor:
     """Return this rank's local gradient of a DTensor parameter, complete except for the data-parallel sum.
 

@@ -5,10 +5,11 @@ They are frozen: many modules may share one value, and it never changes during a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
 
 import torch
+from torch import nn
 
 from fullshard.errors import ConfigurationError, OptionTypeError
 
@@ -21,7 +22,11 @@ class MixedPrecisionPolicy:
     """Dtype of the unsharded parameters, hence of gather and compute; None keeps the shard's."""
 
     reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients are summed over ranks and accumulated; None means the compute dtype."""
+    """Dtype in which gradients are summed over ranks and accumulated.
+
+    None does as torch's FSDP2 of the installed version: up to torch 2.14 the compute dtype, from 2.15 on `grad_dtype` of
+    the parameter, which is its own dtype unless the user chooses another.
+    """
 
     output_dtype: torch.dtype | None = None
     """Dtype to which floating-point outputs of the module are cast; None leaves them alone."""
@@ -33,14 +38,56 @@ class MixedPrecisionPolicy:
     """Dtype in which gradients are sent to the rank that sums them in ``reduce_dtype``, which is wider; None means
     ``reduce_dtype``. All gradients of the group are rounded to it, once."""
 
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
+    """Chooses the dtype of single unsharded parameters; called once for each floating-point one, when it is sharded.
+
+    It returns the parameter's own dtype to compute in that, or ``param_dtype`` or None. Inputs are cast to ``param_dtype``.
+    """
+
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_dtype") and value is not None:
-                check_floating_dtype(field.name, value)
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise OptionTypeError(
+                "param_dtype_override_fn must be a function of a parameter, or None, got "
+                f"{self.param_dtype_override_fn!r}."
+            )
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name.endswith("_dtype") and value is not None:
+                check_floating_dtype(each.name, value)
         casts = switch("cast_forward_inputs", self.cast_forward_inputs)
         object.__setattr__(self, "cast_forward_inputs", casts)
         check_wire_dtype(self.wire_dtype, self.reduce_dtype)
+
+    def overrides(
+        self, params: Iterable[tuple[str, nn.Parameter]]
+    ) -> dict[nn.Parameter, torch.dtype]:
+        """Return the dtypes that ``param_dtype_override_fn`` chooses in the place of ``param_dtype``.
+
+        Raises:
+            ConfigurationError: names the parameters for which it returns something else than it may.
+        """
+        choose, chosen, faults = self.param_dtype_override_fn, {}, list[str]()
+        for name, param in () if choose is None else params:
+            dtype = choose(param) if choose is not None and param.is_floating_point() else None
+            if dtype is not None and dtype not in (param.dtype, self.param_dtype):
+                faults.append(f"{name}, of {param.dtype}: {dtype!r}")
+            elif dtype is not None and dtype is not self.param_dtype:
+                chosen[param] = dtype
+        if faults:
+            raise ConfigurationError(
+                "param_dtype_override_fn must return the parameter's own dtype, param_dtype "
+                f"({self.param_dtype}) or None, but it returned:\n  " + "\n  ".join(faults)
+            )
+        return chosen
+
+    def of_param(self, override: torch.dtype | None) -> MixedPrecisionPolicy:
+        """Return the policy of one parameter, for which ``override`` was chosen."""
+        if self.param_dtype_override_fn is None:
+            return self
+        param_dtype = self.param_dtype if override is None else override
+        return replace(self, param_dtype=param_dtype, param_dtype_override_fn=None)
 
 
 @dataclass(frozen=True)
@@ -67,10 +114,10 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, Iterator):  # can be read once
-                object.__setattr__(self, field.name, tuple(value))
+                object.__setattr__(self, each.name, tuple(value))
         if not self.shard_names and not self.replicate_names:
             raise ConfigurationError(
                 "DataParallelMeshDims must name a shard axis, a replicate axis or both; got neither."

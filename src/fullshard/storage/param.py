@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard import torch_border
 from fullshard.errors import ConfigurationError
 from fullshard.plan.placement import ParamPlacement, local_tensor
+from fullshard.plan.policies import MixedPrecisionPolicy
 from fullshard.storage.initial_values import InitialValues
 from fullshard.storage.sharded_params import ParamModuleInfo, ShardedParam, mark_unsharded
 
@@ -35,6 +36,7 @@ class FSDPParam:
         original: nn.Parameter,
         placement: ParamPlacement,
         shard_dim: int = 0,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
         self.owners = tuple(owners)
@@ -51,6 +53,8 @@ class FSDPParam:
             if type(local) is Tensor and name != torch_border.IN_BACKWARD_OPTIMIZERS
         }
         """What users have hung on the parameter; a tensor subclass keeps its data in there."""
+        self.param_dtype = param_dtype
+        """Dtype that was chosen for this parameter in the place of the policy's ``param_dtype``."""
         self.initial = InitialValues.of(local)
         """Until ranks have compared their initial weights; None also for a parameter without values."""
         self.original: nn.Parameter | None = original
@@ -66,6 +70,11 @@ class FSDPParam:
     def dtype(self) -> torch.dtype:
         """Of the shard; the group's policy says in which dtype it computes."""
         return (self.sharded_param.param if self.original is None else self.original).dtype
+
+    def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
+        """Return the dtype of the unsharded parameter."""
+        chosen = self.param_dtype or policy.param_dtype
+        return chosen if chosen is not None and self.dtype.is_floating_point else self.dtype
 
     @property
     def the_original(self) -> nn.Parameter:

@@ -120,6 +120,11 @@ class ShardedParam(ABC):
         """The tensors whose version counters tell of writes to it."""
         return (self.param,)
 
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """Dtype of its gradients; None for the dtype they come in."""
+        return self.param.dtype
+
     @abstractmethod
     def replace_local(self, local: Tensor) -> None:
         """Let the same parameter object be over other memory of the same shape and dtype."""
@@ -233,9 +238,16 @@ class DTensorShardedParam(ShardedParam):
         if type(local) is Tensor:
             # Attributes users hang on parameters move along; a subclass keeps its data in there.
             sharded_param.__dict__.update(original.__dict__)
+        if original.grad_dtype != original.dtype:
+            sharded_param.grad_dtype = original.grad_dtype
         torch_border.move_hooks(original, sharded_param)
         mark_replaced(original, name, group_name)
         self._set_param(sharded_param, group_name)
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """See `ShardedParam`; users may choose it, before or after sharding."""
+        return self.param.grad_dtype
 
     @property
     def local(self) -> Tensor:

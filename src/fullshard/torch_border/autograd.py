@@ -38,6 +38,12 @@ def pass_accumulates(leaf: Tensor) -> bool:
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """How often a tensor was written in place, by operators that count; inference tensors have no count."""
 
+REDUCES_IN_GRAD_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+"""Whether torch's FSDP2, if it has no reduce dtype, reduces gradients in `Tensor.grad_dtype` of the parameter.
+
+Since torch 2.15; until then in the dtype of the unsharded parameter.
+"""
+
 _dtype_of: Callable[[Tensor], torch.dtype] = operator.attrgetter("dtype")
 _trainable_of: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 

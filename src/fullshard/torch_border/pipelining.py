@@ -21,6 +21,7 @@ def observe_stages(
     forward: Observer,
     backward: Observer,
     backward_weight: Observer,
+    start_reduction: Observer,
     reduce_gradients: Observer,
     scale_gradients: Observer,
 ) -> bool:
@@ -30,6 +31,7 @@ def observe_stages(
         forward: For the forward of a microbatch.
         backward: For its backward, or for the part of it that computes the gradients of inputs.
         backward_weight: For the part that computes the gradients of parameters.
+        start_reduction: For the beginning of a reduction that is waited for later; torch has it since 2.15.
         reduce_gradients: For the end of a step, after the last microbatch.
         scale_gradients: For the division by the number of microbatches, at the end of a step, too. Schedules that
             derive from torch's oldest class for several stages call nothing else there.
@@ -43,10 +45,13 @@ def observe_stages(
         ("forward_one_chunk", forward),
         ("backward_one_chunk", backward),
         ("backward_weight_one_chunk", backward_weight),
+        ("start_gradient_reduction", start_reduction),
         (end, reduce_gradients),
         ("scale_grads", scale_gradients),
     ):
-        setattr(stage, name, _observed(getattr(stage, name), observer))
+        method = getattr(stage, name, None)
+        if method is not None:
+            setattr(stage, name, _observed(method, observer))
     return True
 
 

@@ -74,9 +74,8 @@ class Outline:
 
     def _param(self, group: FSDPParamGroup, index: int) -> nn.Parameter:
         if (group, index) not in self._params:
-            param, dtype = group.params[index], group.mp_policy.param_dtype
-            if dtype is None or not param.dtype.is_floating_point:
-                dtype = param.dtype
+            param = group.params[index]
+            dtype = param.compute_dtype(group.mp_policy)
             full = torch.empty(param.shape, dtype=dtype, device="meta")
             self._params[group, index] = nn.Parameter(full, requires_grad=False)
         return self._params[group, index]
