@@ -72,9 +72,16 @@ class Ranks:
     """A world of one engine; started when first needed."""
 
     def __init__(
-        self, engine: Engine, size: int, device: str, folder: Path, programs: Sequence[str]
+        self,
+        engine: Engine,
+        size: int,
+        device: str,
+        folder: Path,
+        programs: Sequence[str],
+        job_timeout_s: float = JOB_TIMEOUT_S,
     ) -> None:
         self._engine, self._size, self._device = engine, size, device
+        self._job_timeout_s = job_timeout_s
         self._folder, self._programs = folder, tuple(programs)
         self._ranks: list[tuple[Any, Connection]] = []
 
@@ -85,7 +92,7 @@ class Ranks:
         store = str(self._folder / f"store_{self._engine}_{self._size}_{os.urandom(4).hex()}")
         for _, connection in self._ranks:
             connection.send((store, job))
-        outcomes = self._outcomes(JOB_TIMEOUT_S)
+        outcomes = self._outcomes(self._job_timeout_s)
         if any(outcome is None for outcome in outcomes):
             self.close()
         else:

@@ -183,15 +183,21 @@ def compare(
     lengths = [[len(losses) for losses in side] for side in (expected, found)]
     if lengths[0] != lengths[1] or not all(lengths[0]):
         return Cell(text=f"steps {lengths[1]}, not {lengths[0]}", good=False)
-    pairs = [
-        pair
-        for one, other in zip(expected, found, strict=True)
-        for pair in zip(one, other, strict=True)
-    ]
-    differences = [abs(one - other) / max(abs(one), 1e-9) for one, other in pairs]
-    worst = next((each for each in differences if math.isnan(each)), max(differences))
+    worst = largest_difference(expected, found)
     good = worst <= tolerance  # which no NaN is
     return Cell(text="equal" if worst == 0 else f"{'' if good else 'NO: '}{worst:.0e}", good=good)
+
+
+def largest_difference(
+    expected: Sequence[Sequence[float]], found: Sequence[Sequence[float]]
+) -> float:
+    """Return the largest relative difference of numbers by rank and step; NaN if there is one."""
+    differences = [
+        abs(one - other) / max(abs(one), 1e-9)
+        for by_rank in zip(expected, found, strict=True)
+        for one, other in zip(*by_rank, strict=True)
+    ]
+    return next((each for each in differences if math.isnan(each)), max(differences))
 
 
 # --- the table -----------------------------------------------------------------------------------------
