@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-__all__ = ["Engine", "Job", "Outcome", "Ranks"]
+__all__ = ["Engine", "Job", "Outcome", "Ranks", "first_error"]
 
 Engine = Literal["torch", "fullshard"]
 
@@ -32,6 +32,7 @@ JOB_TIMEOUT_S = 600.0
 GRACE_S = 10.0
 """How long other ranks may go on once one has failed: they may wait for it forever."""
 START_TIMEOUT_S = 300.0
+STOPPED = "no answer: the rank was stopped"
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -68,6 +69,12 @@ class Outcome:
     error: str | None = None
 
 
+def first_error(outcomes: Sequence[Outcome]) -> str | None:
+    """Return what went wrong: the first rank's error that is not its wait for another one."""
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    return next((error for error in errors if error != STOPPED), errors[0] if errors else None)
+
+
 class Ranks:
     """A world of one engine; started when first needed."""
 
@@ -99,7 +106,7 @@ class Ranks:
             # A rank leaves the process group when all have reported: another may still read from it.
             for _, connection in self._ranks:
                 connection.send(None)
-        missing = Outcome(error="no answer: the rank was stopped")
+        missing = Outcome(error=STOPPED)
         return [outcome or missing for outcome in outcomes]
 
     def close(self) -> None:
@@ -151,7 +158,7 @@ class Ranks:
                     found[number] = None
                 outcome = found[number]
                 if outcome is None or outcome.error:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + min(GRACE_S, timeout_s))
         return found
 
 
@@ -207,7 +214,9 @@ def _run(store: str, job: Job, device: str) -> Outcome:
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [""]
-        return Outcome(error=f"{type(error).__name__}: {lines[0]}")
+        # What a list or a cause is announced by says little without its beginning.
+        told = " ".join(each.strip() for each in lines[: 2 if lines[0].endswith(":") else 1])
+        return Outcome(error=f"{type(error).__name__}: {told}")
 
 
 def _engines(model: torch.nn.Module) -> tuple[str, ...]:

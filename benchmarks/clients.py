@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
-from benchmarks.client_ranks import Engine, Job, Outcome, Ranks
+from benchmarks.client_ranks import Engine, Job, Outcome, Ranks, first_error
 from benchmarks.client_rows import ROWS, Row
 
 CLIENTS = ("accelerate", "transformers", "peft", "trl", "lightning", "torchtitan")
@@ -79,9 +79,9 @@ class Bench:
             program=row.program, arguments=(*row.arguments, "--steps", str(STEPS), *arguments)
         )
         outcomes = ranks.run(job)
+        if error := first_error(outcomes):
+            raise RowFailedError(error)
         for outcome in outcomes:
-            if outcome.error:
-                raise RowFailedError(outcome.error)
             if "--unsharded" not in arguments and outcome.engines != (engine,):
                 raise RowFailedError(f"the model was sharded by {outcome.engines or 'nobody'}")
         return outcomes
@@ -112,7 +112,7 @@ def examine(bench: Bench, row: Row) -> Cells:
             )
         except RowFailedError as error:
             return Cell(text=str(error), good=False)
-        expected = [outcome.losses[SAVED:] for outcome in trained[source]]
+        expected = [outcome.losses[SAVED * row.numbers_per_step :] for outcome in trained[source]]
         return compare(expected, [outcome.losses for outcome in outcomes], row.tolerance)
 
     trained: dict[Engine, list[Outcome]] = {}

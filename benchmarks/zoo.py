@@ -38,9 +38,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
-from benchmarks.client_ranks import Engine, Job, Outcome, Ranks
+from benchmarks.client_ranks import Engine, Job, Outcome, Ranks, first_error
 from benchmarks.clients import largest_difference
-from benchmarks.zoo_models import class_names
 
 PROGRAM = "benchmarks.zoo_training"
 WORLD = 2
@@ -60,7 +59,7 @@ class Verdict:
     """`equal`, `close`, `differs` or `fails`."""
     against: str
     """Whose numbers it is compared with: torch's, or those without FSDP."""
-    difference: float | None = None
+    difference: float | None = 0.0
     """The largest relative one, of losses and gradient norms; None for NaN, and where nothing was trained."""
     error: str = ""
 
@@ -69,7 +68,9 @@ class Verdict:
             return f"fails: {self.error}"
         if self.text == "equal":
             return "equal"
-        return f"{self.text} ({'NaN' if self.difference is None else f'{self.difference:.0e}'})"
+        if self.difference is None:
+            return f"{self.text} (NaN)"
+        return f"{self.text} ({f'{self.difference:.0e}' if self.difference else 'weights only'})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +87,8 @@ class Row:
     """By API, fullshard's; none if the class was left out."""
     torch_verdicts: dict[str, Verdict]
     """By API, torch's, compared with training without FSDP."""
+    alone: dict[str, Verdict]
+    """By API, fullshard's, compared with training without FSDP."""
     bad: list[str]
     """What is wrong with fullshard."""
 
@@ -94,6 +97,15 @@ class Row:
         """What makes it another row."""
         return self.name, self.mode, self.versions
 
+    def as_json(self) -> str:
+        """Return a line for the file: what is not as usual of each verdict."""
+        usual = {"difference": 0.0, "error": ""}
+        return json.dumps(
+            asdict(
+                self, dict_factory=lambda pairs: {k: v for k, v in pairs if usual.get(k, ...) != v}
+            )
+        )
+
 
 # --- one class -----------------------------------------------------------------------------------------
 
@@ -101,7 +113,16 @@ class Row:
 class Zoo:
     """The ranks of both libraries, and how they train."""
 
-    def __init__(self, folder: Path, *, real_life: bool, compiled: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        real_life: bool = False,
+        compiled: bool = False,
+        program: str = PROGRAM,
+        job_timeout_s: float = JOB_TIMEOUT_S,
+    ) -> None:
+        self._program = program
         self._arguments = (
             *(("--real-life",) if real_life else ()),
             *(("--compile",) if compiled else ()),
@@ -114,7 +135,7 @@ class Zoo:
         )
         self._tolerance = BF16_ROUNDING if real_life else CLOSE
         self._ranks: dict[Engine, Ranks] = {
-            engine: Ranks(engine, WORLD, "cpu", folder, [PROGRAM], JOB_TIMEOUT_S)
+            engine: Ranks(engine, WORLD, "cpu", folder, [program], job_timeout_s)
             for engine in ("torch", "fullshard")
         }
 
@@ -126,36 +147,38 @@ class Zoo:
     def examine(self, name: str, kind: str, versions: str) -> Row:
         """Train a class in every way and compare."""
         unsharded = self._train("torch", name, "unsharded")
-        error = error_of(unsharded)
+        error = first_error(unsharded)
         verdicts: dict[str, Verdict] = {}
         torch_verdicts: dict[str, Verdict] = {}
+        alone: dict[str, Verdict] = {}
         bad: list[str] = []
         for api in SHARDED if not error else ():
             theirs = self._train("torch", name, api)
             ours = self._train("fullshard", name, api)
             torch_verdicts[api] = judge("no FSDP", unsharded, theirs)
+            alone[api] = judge("no FSDP", unsharded, ours)
             if torch_verdicts[api].text == "fails":
-                verdicts[api] = judge("no FSDP", unsharded, ours)
+                verdicts[api] = alone[api]
             else:
                 verdicts[api] = judge("torch", theirs, ours)
-            alone = judge("no FSDP", unsharded, ours)
             bad += [
                 f"{api}: {each}"
-                for each in faults(verdicts[api], torch_verdicts[api], alone, self._tolerance)
+                for each in faults(verdicts[api], torch_verdicts[api], alone[api], self._tolerance)
             ]
         return Row(
             name=name,
             kind=kind,
             mode=self.mode,
             versions=versions,
-            left_out=error,
+            left_out=error or "",
             verdicts=verdicts,
             torch_verdicts=torch_verdicts,
+            alone=alone,
             bad=bad,
         )
 
     def _train(self, engine: Engine, name: str, api: str) -> list[Outcome]:
-        job = Job(program=PROGRAM, arguments=(name, "--api", api, *self._arguments))
+        job = Job(program=self._program, arguments=(name, "--api", api, *self._arguments))
         outcomes = self._ranks[engine].run(job)
         for outcome in outcomes:
             if api != "unsharded" and not outcome.error and outcome.engines != (engine,):
@@ -163,17 +186,10 @@ class Zoo:
         return outcomes
 
 
-def error_of(outcomes: Sequence[Outcome]) -> str:
-    """Return the error of the first rank that had one of its own."""
-    errors = [outcome.error for outcome in outcomes if outcome.error]
-    own = [error for error in errors if not error.startswith("no answer")]
-    return (own or errors or [""])[0]
-
-
 def judge(against: str, expected: Sequence[Outcome], found: Sequence[Outcome]) -> Verdict:
     """Compare numbers of all ranks and steps, and bits of the final weights."""
-    if error := error_of(found):
-        return Verdict(text="fails", against=against, error=error)
+    if error := first_error(found):
+        return Verdict(text="fails", against=against, difference=None, error=error)
     numbers = [[outcome.losses for outcome in side] for side in (expected, found)]
     worst = largest_difference(*numbers)
     same_weights = [each.saved for each in expected] == [each.saved for each in found]
@@ -212,7 +228,7 @@ def read_rows(path: Path) -> list[Row]:
     rows: dict[tuple[str, str, str], Row] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         read: dict[str, Any] = json.loads(line)
-        for column in ("verdicts", "torch_verdicts"):
+        for column in ("verdicts", "torch_verdicts", "alone"):
             read[column] = {api: Verdict(**fields) for api, fields in read[column].items()}
         row = Row(**read)
         rows[row.key] = row
@@ -231,14 +247,15 @@ def summary(rows: Sequence[Row]) -> Iterable[str]:
             cells = (counts[text] for text in ("equal", "close", "differs", "fails"))
             yield f"| {mode} | {api} | {len(trained)} | {' | '.join(map(str, cells))} | {torchs} |"
     yield ""
-    yield "| class | mode | API | fullshard | compared with | torch's |"
+    yield "| class | mode | API | fullshard against torch | fullshard against no FSDP | torch against no FSDP |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
         for api, verdict in row.verdicts.items():
             if verdict.text != "equal" or row.torch_verdicts[api].text == "fails":
                 cells_of_row = (
-                    *(row.name, row.mode, api, str(verdict), verdict.against),
-                    str(row.torch_verdicts[api]),
+                    *(row.name, row.mode, api),
+                    str(verdict) if verdict.against == "torch" else "-",
+                    *(str(row.alone[api]), str(row.torch_verdicts[api])),
                 )
                 yield f"| {' | '.join(cell.replace('|', '/') for cell in cells_of_row)} |"
     yield ""
@@ -257,6 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=RESULTS, help="the file of rows")
     parser.add_argument("--folder", type=Path, help="keep here what the ranks print")
     options = parser.parse_args(arguments)
+    from benchmarks.zoo_models import class_names  # transformers: `--help` and tests do without
+
     kinds = class_names()
     if unknown := set(options.only or ()) - set(kinds):
         parser.error(f"transformers has no such classes: {', '.join(sorted(unknown))}")
@@ -267,16 +286,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     zoo = Zoo(folder, real_life=options.real_life, compiled=options.compile)
     known = {row.key for row in read_rows(options.json)}
-    wanted = options.only or [
-        name for name in kinds if (name, zoo.mode, versions) not in known
-    ]
+    wanted = options.only or [name for name in kinds if (name, zoo.mode, versions) not in known]
     print(f"{versions}; {zoo.mode}; {len(wanted)} of {len(kinds)} classes to train", flush=True)
     try:
         with options.json.open("a") as file:
             for number, name in enumerate(wanted, 1):
                 since = time.monotonic()
                 row = zoo.examine(name, kinds[name], versions)
-                print(json.dumps(asdict(row)), file=file, flush=True)
+                print(row.as_json(), file=file, flush=True)
                 told = row.left_out and f"left out: {row.left_out}"
                 told = told or "; ".join(f"{api} {each}" for api, each in row.verdicts.items())
                 took = time.monotonic() - since

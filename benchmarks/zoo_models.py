@@ -9,8 +9,8 @@ the configuration's `model_type`.
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -150,7 +150,6 @@ def small_config(config_class: Any) -> Any:
 
 
 def _small_values(default: Any) -> dict[str, Any]:
-    allowed = set(vars(default)) | set(inspect.signature(type(default).__init__).parameters)
     values: dict[str, Any] = {}
     for name, value in vars(default).items():
         if name.startswith("_"):
@@ -203,21 +202,26 @@ def _shorter(values: Any) -> Any:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers: all modules in lists that are not within another list."""
-    found: list[nn.Module] = []
+    """Return the layers: all modules in lists that are not within another layer, and share no parameter with another."""
+    found: dict[nn.Module, None] = {}
 
     def look(module: nn.Module) -> None:
         for child in module.children():
-            if isinstance(child, nn.ModuleList):
-                found.extend(each for each in child if any(True for _ in each.parameters()))
+            if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList):
+                found[child] = None
             else:
                 look(child)
 
     look(model)
-    return list(dict.fromkeys(found))
+    users = Counter(param for layer in found for param in set(layer.parameters()))
+    return [
+        layer
+        for layer in found
+        if (params := list(layer.parameters())) and all(users[param] == 1 for param in params)
+    ]
 
 
-def make_batch(kind: str, seed: int) -> Batch:
+def make_batch(seed: int) -> Batch:
     """Return token ids and labels."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, FEWEST_TOKENS, (SEQUENCES, LENGTH), generator=generator)

@@ -7,7 +7,7 @@ model and the gradients of all ranks are averaged.
 import argparse
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from benchmarks.zoo_models import class_names, layers_of, make_batch, small_model
+from benchmarks.zoo_models import layers_of, make_batch, small_model
 from examples.clients.small_task import Trained
 
 __all__ = ["APIS", "command_line", "train"]
@@ -39,7 +39,6 @@ def command_line() -> argparse.ArgumentParser:
 def train(options: argparse.Namespace) -> Trained:
     """Train; return the losses of every microbatch, then the gradient norms, and what the weights are in the end."""
     torch._dynamo.reset()
-    kind = class_names()[options.name]
     model: Any = small_model(options.name)
     if options.real_life and model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -55,12 +54,12 @@ def train(options: argparse.Namespace) -> Trained:
             number = (step * microbatches + microbatch) * dist.get_world_size() + dist.get_rank()
             torch.manual_seed(number)
             with synchronized(model, options.api, microbatch == microbatches - 1):
-                outputs = model(**make_batch(kind, number))
+                outputs = model(**make_batch(number))
                 loss = outputs.loss if hasattr(outputs, "loss") else outputs[0]
                 (loss / microbatches).backward()
             losses.append(float(loss))
         if options.api == "unsharded":
-            average(param.grad for param in model.parameters())
+            average(list(model.parameters()))
         if options.real_life:
             norms.append(clip(model, options.api))
         optimizer.step()
@@ -101,12 +100,15 @@ def synchronized(model: Any, api: str, last: bool) -> Iterator[None]:
         yield
 
 
-def average(gradients: Iterable[Tensor | None]) -> None:
-    """Average gradients over the ranks."""
-    for gradient in gradients:
-        if gradient is not None:
-            dist.all_reduce(gradient)
-            gradient.div_(dist.get_world_size())
+def average(params: Sequence[Tensor]) -> None:
+    """Average gradients over the ranks; a rank without one, as of an expert that it did not use, counts as zero."""
+    anywhere = torch.tensor([param.grad is not None for param in params], dtype=torch.int)
+    dist.all_reduce(anywhere)
+    for param, number in zip(params, anywhere.tolist(), strict=True):
+        if number:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad)
+            param.grad.div_(dist.get_world_size())
 
 
 def clip(model: Any, api: str) -> float:
@@ -126,10 +128,13 @@ def digest(model: Any, api: str) -> float:
     )
     found = hashlib.sha256()
     with whole, torch.no_grad():
-        for name, param in sorted(  # names differ, so parameters are not compared
-            (name.replace("_fsdp_wrapped_module.", ""), param)
+        params = {
+            name.replace("_fsdp_wrapped_module.", ""): param
             for name, param in model.named_parameters()
-        ):
+        }
+        for name, param in sorted(params.items()):
             full: Any = param.full_tensor() if hasattr(param, "full_tensor") else param
-            found.update(name.encode() + full.contiguous().view(torch.uint8).numpy().tobytes())
+            # A copy: memory that numpy has seen cannot be freed by FSDP.
+            copy = full.clone(memory_format=torch.contiguous_format)
+            found.update(name.encode() + copy.numpy().tobytes())
     return float(int.from_bytes(found.digest()[:6]))
