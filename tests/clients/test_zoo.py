@@ -10,6 +10,19 @@ from benchmarks.client_ranks import Outcome
 from benchmarks.zoo import Verdict, Zoo, faults, judge, read_rows, summary
 
 
+def with_clients(test):
+    """Mark a test that starts ranks: `make test-clients` runs it."""
+    for mark in (
+        pytest.mark.slow,
+        pytest.mark.timeout(0),  # each job has its own
+        pytest.mark.skipif(
+            "FULLSHARD_TEST_CLIENTS" not in os.environ, reason="make test-clients runs it"
+        ),
+    ):
+        test = mark(test)
+    return test
+
+
 def outcomes(losses: list[float], saved: float = 1.0) -> list[Outcome]:
     return [Outcome(losses=losses, saved=[saved])] * 2
 
@@ -45,8 +58,9 @@ def test_a_row_is_bad_if_only_fullshard_is(ours, torchs, alone, bad):
     assert bool(faults(first, second, first, tolerance=1e-5)) is bad
 
 
+@with_clients
 def test_a_dead_or_hanging_rank_is_named_and_the_others_go_on(tmp_path):
-    world = Zoo(tmp_path, program="tests.clients.zoo_program", job_timeout_s=5)
+    world = Zoo(tmp_path, program="tests.clients.zoo_program", job_timeout_s=20)
     try:
         rows = {
             name: world.examine(name, "causal", "1")
@@ -65,22 +79,29 @@ def test_a_dead_or_hanging_rank_is_named_and_the_others_go_on(tmp_path):
     assert not rows["Fine"].bad
 
 
-CLASSES = ("DeepseekV3ForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration")
+TWO, ONE = ("DeepseekV3ForCausalLM", "T5ForConditionalGeneration"), ("LlamaForCausalLM",)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(0)  # each job has its own
-@pytest.mark.skipif("FULLSHARD_TEST_CLIENTS" not in os.environ, reason="make test-clients runs it")
+@with_clients
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-@pytest.mark.parametrize("option", [(), ("--real-life",), ("--compile",)], ids=str)
-def test_a_few_classes_train_and_a_second_run_goes_on(tmp_path, capsys, monkeypatch, option):
-    monkeypatch.setattr("benchmarks.zoo_models.class_names", lambda: dict.fromkeys(CLASSES, "any"))
-    path = tmp_path / "rows.jsonl"
-    arguments = ("--json", str(path), *option)
-    assert zoo.main((*arguments, "--only", *CLASSES[:2])) == 0
+@pytest.mark.parametrize(
+    ("classes", "options"),
+    [(TWO, ()), (ONE, ("--real-life",)), (ONE, ("--compile",))],
+    ids=["plain", "real life", "compiled"],
+)
+def test_classes_train_and_a_second_run_goes_on(tmp_path, capsys, monkeypatch, classes, options):
+    monkeypatch.setattr("benchmarks.zoo_models.class_names", lambda: dict.fromkeys(classes, "any"))
+    arguments = ("--json", str(tmp_path / "rows.jsonl"), *options)
+    assert zoo.main((*arguments, "--only", classes[0])) == 0
     assert zoo.main(arguments) == 0
-    assert "1 of 3 classes to train" in capsys.readouterr().out
-    rows = read_rows(path)
-    assert [row.name for row in rows] == list(CLASSES)
+    assert f"{len(classes) - 1} of {len(classes)} classes to train" in capsys.readouterr().out
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert [row.name for row in rows] == list(classes)
     assert all(len(row.verdicts) == 2 and not row.bad for row in rows)
-    assert "| 3 | " in "\n".join(summary(rows))
+    assert rows[0].verdicts["fully_shard"].text == "equal"
+    if classes == TWO:  # decoder layers read the encoder's output
+        assert rows[1].verdicts["fully_shard"].text == "close"
+        assert rows[1].alone["fully_shard"].text == "equal"
+        assert rows[1].in_torchs_order and rows[1].in_torchs_order.text == "equal"
+    number = sum(row.mode == rows[0].mode for row in rows)
+    assert f"| {rows[0].mode} | wrapper | {number} | {number} |" in "\n".join(summary(rows))

@@ -15,6 +15,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--api")
+    parser.add_argument("--join-inputs", action="store_true")
     return parser
 
 
