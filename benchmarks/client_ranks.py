@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-__all__ = ["Engine", "Job", "Outcome", "Ranks"]
+__all__ = ["Engine", "Job", "Outcome", "Ranks", "first_error"]
 
 Engine = Literal["torch", "fullshard"]
 
@@ -32,6 +32,7 @@ JOB_TIMEOUT_S = 600.0
 GRACE_S = 10.0
 """How long other ranks may go on once one has failed: they may wait for it forever."""
 START_TIMEOUT_S = 300.0
+STOPPED = "no answer: the rank was stopped"
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -68,13 +69,26 @@ class Outcome:
     error: str | None = None
 
 
+def first_error(outcomes: Sequence[Outcome]) -> str | None:
+    """Return what went wrong: the first rank's error that is not its wait for another one."""
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    return next((error for error in errors if error != STOPPED), errors[0] if errors else None)
+
+
 class Ranks:
     """A world of one engine; started when first needed."""
 
     def __init__(
-        self, engine: Engine, size: int, device: str, folder: Path, programs: Sequence[str]
+        self,
+        engine: Engine,
+        size: int,
+        device: str,
+        folder: Path,
+        programs: Sequence[str],
+        job_timeout_s: float = JOB_TIMEOUT_S,
     ) -> None:
         self._engine, self._size, self._device = engine, size, device
+        self._job_timeout_s = job_timeout_s
         self._folder, self._programs = folder, tuple(programs)
         self._ranks: list[tuple[Any, Connection]] = []
 
@@ -85,14 +99,14 @@ class Ranks:
         store = str(self._folder / f"store_{self._engine}_{self._size}_{os.urandom(4).hex()}")
         for _, connection in self._ranks:
             connection.send((store, job))
-        outcomes = self._outcomes(JOB_TIMEOUT_S)
+        outcomes = self._outcomes(self._job_timeout_s)
         if any(outcome is None for outcome in outcomes):
             self.close()
         else:
             # A rank leaves the process group when all have reported: another may still read from it.
             for _, connection in self._ranks:
                 connection.send(None)
-        missing = Outcome(error="no answer: the rank was stopped")
+        missing = Outcome(error=STOPPED)
         return [outcome or missing for outcome in outcomes]
 
     def close(self) -> None:
@@ -144,7 +158,7 @@ class Ranks:
                     found[number] = None
                 outcome = found[number]
                 if outcome is None or outcome.error:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + min(GRACE_S, timeout_s))
         return found
 
 
@@ -200,7 +214,9 @@ def _run(store: str, job: Job, device: str) -> Outcome:
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [""]
-        return Outcome(error=f"{type(error).__name__}: {lines[0]}")
+        # What a list or a cause is announced by says little without its beginning.
+        told = " ".join(each.strip() for each in lines[: 2 if lines[0].endswith(":") else 1])
+        return Outcome(error=f"{type(error).__name__}: {told}")
 
 
 def _engines(model: torch.nn.Module) -> tuple[str, ...]:

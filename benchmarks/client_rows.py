@@ -29,6 +29,8 @@ class Row:
     """Packages that must be installed."""
     tolerance: float = 1e-5
     """The largest relative difference of losses."""
+    numbers_per_step: int = 1
+    """2 if the program returns each step's gradient norm after its loss."""
     known: Mapping[str, str] = field(default_factory=dict)
     """By column: a bug of others that makes this cell bad, and whose."""
     world: int | None = None
@@ -74,6 +76,18 @@ def _trl(version: int, options: str, *arguments: str, **rest: object) -> Row:
         arguments=("--fsdp-version", str(version), *arguments),
         needs=("accelerate", "transformers", "peft", "trl", "datasets"),
         **rest,  # type: ignore[arg-type]
+    )
+
+
+def _trl_script(script: str) -> Row:
+    return Row(
+        client="TRL's script",
+        door="fully_shard",
+        options=script,
+        program="examples.clients.trl_scripts",
+        arguments=(script,),
+        numbers_per_step=2,
+        needs=("accelerate", "transformers", "peft", "trl", "datasets"),
     )
 
 
@@ -125,6 +139,7 @@ ROWS = (
     _trl(2, "SFT, LoRA", "--lora"),
     _trl(1, "SFT", "--state-dict", "full"),
     _trl(1, "SFT, LoRA", "--lora", "--state-dict", "full", known=NO_ADAPTERS),
+    *map(_trl_script, ("sft", "dpo", "kto", "reward", "grpo", "rloo")),
     _lightning(2, "ModelParallelStrategy"),
     _lightning(1, "FSDPStrategy"),
     _lightning(1, "FSDPStrategy, flat parameters", "--flat-parameters"),

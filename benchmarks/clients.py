@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
-from benchmarks.client_ranks import Engine, Job, Outcome, Ranks
+from benchmarks.client_ranks import Engine, Job, Outcome, Ranks, first_error
 from benchmarks.client_rows import ROWS, Row
 
 CLIENTS = ("accelerate", "transformers", "peft", "trl", "lightning", "torchtitan")
@@ -79,9 +79,9 @@ class Bench:
             program=row.program, arguments=(*row.arguments, "--steps", str(STEPS), *arguments)
         )
         outcomes = ranks.run(job)
+        if error := first_error(outcomes):
+            raise RowFailedError(error)
         for outcome in outcomes:
-            if outcome.error:
-                raise RowFailedError(outcome.error)
             if "--unsharded" not in arguments and outcome.engines != (engine,):
                 raise RowFailedError(f"the model was sharded by {outcome.engines or 'nobody'}")
         return outcomes
@@ -112,7 +112,7 @@ def examine(bench: Bench, row: Row) -> Cells:
             )
         except RowFailedError as error:
             return Cell(text=str(error), good=False)
-        expected = [outcome.losses[SAVED:] for outcome in trained[source]]
+        expected = [outcome.losses[SAVED * row.numbers_per_step :] for outcome in trained[source]]
         return compare(expected, [outcome.losses for outcome in outcomes], row.tolerance)
 
     trained: dict[Engine, list[Outcome]] = {}
@@ -183,15 +183,21 @@ def compare(
     lengths = [[len(losses) for losses in side] for side in (expected, found)]
     if lengths[0] != lengths[1] or not all(lengths[0]):
         return Cell(text=f"steps {lengths[1]}, not {lengths[0]}", good=False)
-    pairs = [
-        pair
-        for one, other in zip(expected, found, strict=True)
-        for pair in zip(one, other, strict=True)
-    ]
-    differences = [abs(one - other) / max(abs(one), 1e-9) for one, other in pairs]
-    worst = next((each for each in differences if math.isnan(each)), max(differences))
+    worst = largest_difference(expected, found)
     good = worst <= tolerance  # which no NaN is
     return Cell(text="equal" if worst == 0 else f"{'' if good else 'NO: '}{worst:.0e}", good=good)
+
+
+def largest_difference(
+    expected: Sequence[Sequence[float]], found: Sequence[Sequence[float]]
+) -> float:
+    """Return the largest relative difference of numbers by rank and step; NaN if there is one."""
+    differences = [
+        abs(one - other) / max(abs(one), 1e-9)
+        for by_rank in zip(expected, found, strict=True)
+        for one, other in zip(*by_rank, strict=True)
+    ]
+    return next((each for each in differences if math.isnan(each)), max(differences))
 
 
 # --- the table -----------------------------------------------------------------------------------------

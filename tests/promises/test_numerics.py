@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import fullshard
+from fullshard import FullyShardedDataParallel
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import ModelOptions
 from tests.helpers.training import FULLSHARD, ONE_PROCESS, TORCH, Record, Run, train
@@ -175,6 +179,60 @@ def test_hsdp_on_four_ranks_equals_torch(world, name: str) -> None:
 @pytest.mark.parametrize("name", ["accumulation", "all replicas"])
 def test_hsdp_on_four_ranks_equals_one_process(world, name: str) -> None:
     _assert_equals_one_process(world, 4, HSDP[name])
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return x + torch.tanh(self.key(memory)) * self.value(memory)
+
+
+class Readers(nn.Module):
+    """Like a decoder's layers, each reads the encoder's output twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(32, 32)
+        self.layers = nn.ModuleList(Reader() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.encoder(x)
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x
+
+
+def gradients_of_readers(api: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model: Any = Readers()
+    if api == "fully_shard":
+        for module in (*model.layers, model):
+            fullshard.fully_shard(module)
+    elif api == "wrapper":
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = FullyShardedDataParallel(layer, use_orig_params=True)
+        model = FullyShardedDataParallel(model, use_orig_params=True)
+    model(torch.randn(8, 32)).square().sum().backward()
+    gradients = {
+        name.replace("_fsdp_wrapped_module.", ""): param.grad
+        for name, param in model.named_parameters()
+    }
+    return {
+        name: (each.full_tensor() if api == "fully_shard" else each).flatten()
+        for name, each in gradients.items()
+    }
+
+
+# torch's FSDP2 adds up what a layer contributes first, since it puts a node before each layer. Nothing here does.
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
+def test_gradients_of_a_tensor_that_layers_share_are_added_in_the_order_of_one_process(
+    world, api: str
+) -> None:
+    (found,) = world(1).run(gradients_of_readers, api)
+    assert_equal(found, gradients_of_readers("one process"))
 
 
 def _assert_equals_one_process(world, world_size: int, run: Run) -> None:
