@@ -2,6 +2,7 @@
 
     python benchmarks/graphs.py                                  # 12x768, 1.2b and 3.8b: some minutes
     python benchmarks/graphs.py --preset 12x768 --eager          # and the same steps without a graph
+    python benchmarks/graphs.py --preset 3.8b --compile          # compiled blocks, captured
 
 One process is rank 0 of a `fake` group. Every contestant is built, warmed up and captured; then all are replayed in
 interleaved rounds (whole steps of large models: one contestant after the other, since they do not fit together). A turn
@@ -346,6 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         help=f"replays before the timed ones of a turn (default {SETTLED_S})",
     )
+    add("--compile", action="store_true", help="compile every block before it is sharded")
     add("--eager", action="store_true", help="time the steps without graphs, too")
     add("--json", type=Path, metavar="FILE", help="write all samples")
     add("--commit", help="name of the measured commit, where the checkout has no git")
@@ -365,6 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             world=options.world,
             precision="bf16",
             master="fp32",
+            compiler="inductor" if options.compile else None,
         )
         began, lines, failures = time.perf_counter(), [], []
         for kind in options.kinds:
