@@ -270,9 +270,8 @@ class GradientReducer:
         if self._open is not None and (
             self._open is not self._buffer or not self._open.targets.keys() >= {*gradients, *zeros}
         ):
-            self._withdraw_products(
-                gradients
-            )  # dtypes have changed, or parameters have become trainable since
+            # Dtypes have changed, or parameters have become trainable since.
+            self._withdraw_products(gradients)
         written, self._written = self._written, set()
         if not gradients and not zeros and not written:
             return
