@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
+from torch.profiler import profile
 
 import fullshard
 from benchmarks import compiled_forms
@@ -48,6 +50,31 @@ def test_compiled_blocks_of_wrappers_train_as_without_compiler(world, form: str)
 def agree_wrapped(form: str) -> None:
     for use_orig_params in (True, False):
         agree(compiled_forms.wrapped(use_orig_params, form), "fullshard", "eager")
+
+
+def compiled_between_steps(compiled: bool) -> list[float]:
+    """Losses of a model whose blocks are compiled after two steps, profiled, and left to the interpreter again."""
+    torch.manual_seed(0)
+    net = compiled_forms.Net()
+    blocks = [fullshard.fully_shard(block, fuse_gradients=True) for block in net.blocks]
+    model: Any = fullshard.fully_shard(net)
+    found = []
+    for step in range(6):
+        if compiled and step == 2:
+            for block in blocks:
+                block.compile(fullgraph=True, backend="aot_eager")
+        if compiled and step == 4:
+            for block in blocks:
+                block._compiled_call_impl = None
+        with profile() if step == 3 else contextlib.nullcontext():
+            loss = model(compiled_forms.batch(step))
+            loss.backward()
+        found.append(loss.item())
+    return found
+
+
+def test_blocks_may_be_compiled_between_steps(world) -> None:
+    assert world(2).run(compiled_between_steps, True) == world(2).run(compiled_between_steps, False)
 
 
 # --- control flow ---------------------------------------------------------------------------------
