@@ -114,7 +114,7 @@ def compare(job: Job) -> dict[str, Record]:
         names = list(present)
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            meetings.RULES.on_gloo = name != "unmet"
+            meetings.RULES.by_backend = name != "unmet"
             take_turn(present[name], records[name], job.steps)
     if job.profile is not None:
         look = profiler_of(job.profile / f"rank{dist.get_rank()}", "gloo", setting.device)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.comm import collectives
+from fullshard.comm.backends import NOTHING, backend_of
 from fullshard.comm.journal import tag
 from fullshard.errors import LifecycleError, OptionTypeError
 
@@ -102,7 +103,7 @@ class ShardedGradScaler(torch_border.OpenGradScaler):
             torch_border.unscale_and_check(gradients, factor.to(device), found_here)
             found_inf.copy_(found_here)
         carried = found_inf
-        if collectives.backend_of(group, found_inf.device) == "nothing":
+        if backend_of(group, found_inf.device) is NOTHING:
             # The loss is on the host, and NCCL does not communicate host memory.
             carried = found_inf.to(self._compute_device)
         collectives.all_reduce(carried, group, ReduceOp.MAX, _FOUND_INF)

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from fullshard import ConfigurationError, fully_shard, torch_border
 from fullshard.comm import collectives
+from fullshard.comm.backends import backend_named
 from fullshard.comm.collectives import DefaultAllGather, DefaultReduceScatter, SymmetricPool
 from fullshard.engine.state import state_of
 from tests.helpers.compare import assert_close
@@ -91,7 +92,7 @@ def stand_ins() -> Iterator[Memory]:
         patch.setattr(torch_border, "allocate_tensor", allocate)
         patch.setattr(torch_border, "choose_symmetric_backend", lambda name: None)
         patch.setattr(torch_border, "symmetric_bytes", symmetric)
-        patch.setattr(collectives, "backend_of", lambda group, device: "nccl")
+        patch.setattr(collectives, "backend_of", lambda group, device: backend_named("nccl"))
         patch.setattr(SymmetricPool, "give", give_and_overwrite)
         patch.setattr(collectives, "_POOLS", weakref.WeakKeyDictionary())
         yield memory
@@ -298,7 +299,7 @@ def test_nothing_is_to_be_turned_off_by_default() -> None:
 
 
 def test_a_torch_without_symmetric_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "backend_of", lambda group, device: "nccl")
+    monkeypatch.setattr(collectives, "backend_of", lambda group, device: backend_named("nccl"))
 
     def choose(name: str) -> None:
         raise RuntimeError(f"no backend {name} here")

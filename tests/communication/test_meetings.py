@@ -13,6 +13,7 @@ from torch import nn
 import fullshard
 from fullshard import DivergenceError
 from fullshard.comm import collectives, meetings
+from fullshard.comm.backends import backend_named
 from fullshard.comm.control_channel import ControlChannel
 from fullshard.comm.journal import POSITION, RING, Journal, journal_of, tag
 from fullshard.comm.verdict import VERDICT
@@ -24,7 +25,7 @@ WORLDS = [2, 3, 4]
 
 def channel() -> ControlChannel:
     group = dist.group.WORLD
-    found = meetings.channel_of(group, journal_of(group), "gloo")
+    found = meetings.channel_of(group, journal_of(group), backend_named("gloo"))
     assert found is not None
     return found
 
@@ -244,7 +245,7 @@ def test_a_rank_of_a_fake_group_meets_nobody() -> None:
     with fake_world(4):
         fullshard.debug("order")
         try:
-            meetings.meet(dist.group.WORLD, tag("alone"), "fake")
+            meetings.meet(dist.group.WORLD, tag("alone"), backend_named("fake"))
             assert journal_of(dist.group.WORLD).count == 1
         finally:
             fullshard.debug()

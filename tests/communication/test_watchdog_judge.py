@@ -19,6 +19,7 @@ from fullshard.comm.watchdog.answers import (
 )
 from fullshard.comm.watchdog.connections import UNKNOWN
 from fullshard.comm.watchdog.judge import histories_wanted, judge
+from fullshard.comm.watchdog.silences import Silences
 
 ALL = tuple(range(4))
 
@@ -90,7 +91,7 @@ def test_a_rank_in_its_own_code_is_slow_and_its_line_is_named() -> None:
         ("stopped", "", "diverged", "rank 1 was stopped, while others wait"),
         ("raised", "ValueError: 3", "diverged", "rank 1 raised ValueError: 3, while others wait"),
         ("left", "", "diverged", "rank 1 left, while others wait"),
-        ("lost", "", "diverged", "rank 1 cannot be reached"),
+        ("lost", "", "slow", "Nothing is proven: 0 s of silence, of 300 s that are allowed"),
         ("busy", "", "slow", "rank 1 keeps others waiting"),
         ("unregistered", "", "slow", "rank 1 keeps others waiting"),
     ],
@@ -115,6 +116,33 @@ def test_a_rank_that_has_just_left_may_have_sent_what_others_wait_for() -> None:
     assert wait is not None
     just_now[2] = replace(just_now[2], wait=replace(wait, is_in_vain=True))
     assert judge(just_now, {1: absence}).kind == "diverged", "rank 2 has lost its connection"
+
+
+def test_silence_is_no_proof_until_the_lease_is_over_or_a_connection_is_lost() -> None:
+    silent = Absence(rank=1, state="lost", silent_s=29.0)
+    assert judge(by_rank(*OTHERS), {1: silent}, lease_s=30.0).kind == "slow"
+    assert judge(by_rank(*OTHERS), {1: silent}, lease_s=30.0).silent == (1,)
+    over = judge(by_rank(*OTHERS), {1: replace(silent, silent_s=30.0)}, lease_s=30.0)
+    assert (over.kind, over.culprits) == ("diverged", (1,))
+    assert "rank 1 cannot be reached for 30 s" in over.message
+    assert OTHERS[1].wait is not None
+    lost = replace(OTHERS[1], wait=replace(OTHERS[1].wait, is_in_vain=True))
+    found = judge(by_rank(OTHERS[0], lost, OTHERS[2]), {1: silent}, lease_s=30.0)
+    assert (found.kind, found.culprits) == ("diverged", (1,))
+    assert "rank 1 cannot be reached, and rank 2 has lost a connection" in found.message
+
+
+def test_a_rank_is_silent_in_rounds_that_follow_each_other() -> None:
+    silences = Silences(longest_gap_s=60.0)
+    for now in (0.0, 50.0, 100.0):
+        silences.note([1, 2] if now else [1], now)
+    assert (silences.seconds(1, 110.0), silences.seconds(2, 110.0)) == (110.0, 60.0)
+    assert silences.seconds(3, 110.0) == 0.0, "nothing was heard of rank 3"
+    silences.note([2], 120.0)
+    assert silences.seconds(1, 120.0) == 0.0, "rank 1 has answered"
+    assert silences.seconds(2, 181.0) == 0.0, "this host was paused, or no rank waited"
+    silences.note([2], 200.0)
+    assert silences.seconds(2, 210.0) == 10.0
 
 
 @pytest.mark.parametrize("state", ["dead", "stopped", "raised", "left", "lost", "busy"])

@@ -16,6 +16,7 @@ import fullshard
 import fullshard.plan.layout
 from fullshard import MixedPrecisionPolicy, UsageError, fully_shard
 from fullshard.comm import collectives, streams
+from fullshard.comm.backends import Backend
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import captures, options
 from tests.gpu.conftest import reduce_scatter
@@ -203,7 +204,7 @@ def test_what_cannot_be_captured_is_refused_with_its_reason(
         Capture.begin(),
     ):
         model(x)
-    monkeypatch.setattr(captures, "ON_CURRENT_STREAM", ("nccl",))
+    monkeypatch.setattr(captures, "backend_of", lambda *_: Backend(name="fake"))
     names = r"(?s)root: .*run on fake.*\n  1: .*\n  2: .*\n  3: .*docs/graphs.md"
     with pytest.raises(UsageError, match=names), Capture.begin():
         model(x)

@@ -22,6 +22,7 @@ from fullshard import (
     fully_shard,
     guarded_step,
 )
+from fullshard.comm.backends import backend_named
 from fullshard.comm.collectives import _JoinedGather
 from fullshard.comm.journal import POSITION, journal_of, tag
 from fullshard.comm.meetings import meet
@@ -35,6 +36,7 @@ from tests.helpers.training import FULLSHARD, Run, ShardOptimizer, shard
 from tests.helpers.wrapping import library, wrap_blocks
 
 MICROBATCHES = 2
+GLOO = backend_named("gloo")
 
 
 # --- places -------------------------------------------------------------------------------------------
@@ -489,7 +491,7 @@ def ranks_of_a_mesh_that_fail_at_once() -> list[tuple[int, ...]]:
     """All sets of failing ranks, while the others wait in their rows or in their columns."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     rows, columns = mesh.get_group("shard"), mesh.get_group("replicate")
-    guard = StepGuard({rows: "gloo", columns: "gloo"})
+    guard = StepGuard({rows: GLOO, columns: GLOO})
     rank, told = dist.get_rank(), []
     for failing in ((0, 3), (1, 2), (0,), (3,), (0, 1), (0, 2), (0, 1, 2)):
         for waiting_in in (rows, columns, None):
@@ -500,7 +502,7 @@ def ranks_of_a_mesh_that_fail_at_once() -> list[tuple[int, ...]]:
                     if waiting_in is not None:
                         for _ in range(2):
                             # It may meet those of its row, and must learn at the latest at the end.
-                            meet(waiting_in, tag("all-gather of something"), "gloo")
+                            meet(waiting_in, tag("all-gather of something"), GLOO)
                     guard.end("raise")
                 assert guard.has_learned
             found = tuple(each.rank for each in guard.fail(own))
@@ -508,8 +510,8 @@ def ranks_of_a_mesh_that_fail_at_once() -> list[tuple[int, ...]]:
             assert set(found) <= set(failing)
             told.append(found)
     guard.begin()
-    meet(rows, tag("a"), "gloo")
-    meet(columns, tag("b"), "gloo")
+    meet(rows, tag("a"), GLOO)
+    meet(columns, tag("b"), GLOO)
     guard.end("raise")
     guard.finish()
     return told

@@ -29,6 +29,7 @@ from fullshard import (
     replicate,
 )
 from fullshard.comm import collectives
+from fullshard.comm.backends import backend_named
 from fullshard.plan.mesh import FSDPMeshInfo
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close, assert_equal
@@ -514,7 +515,7 @@ def test_what_makes_no_sense_is_refused_on_all_ranks(world, attempt: Callable[[]
 
 
 def test_gloo_does_not_exchange_memory_of_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "backend_of", lambda group, device: "gloo")
+    monkeypatch.setattr(collectives, "backend_of", lambda group, device: backend_named("gloo"))
     with fake_world(2):
         axes = FSDPMeshInfo(init_device_mesh("cpu", (2,)), shard_mesh_dim=0)
         collectives.check_exchanges(BF16, axes, torch.device("cpu"))

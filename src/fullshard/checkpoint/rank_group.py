@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard.comm import collectives
+from fullshard.comm.backends import NOTHING, backend_of
 from fullshard.comm.journal import tag
 from fullshard.errors import (
     CheckpointError,
@@ -41,7 +42,7 @@ class RankGroup:
                 f"Ranks that save or load must be in process_group; rank {dist.get_rank()} is not. Call it on the ranks of "
                 "the group only."
             )
-        if group is not None and collectives.backend_of(group, torch.device("cpu")) == "nothing":
+        if group is not None and backend_of(group, torch.device("cpu")) is NOTHING:
             # On an accelerator, every exchange would wait for all that is computed there.
             group = mesh.host_group(group, "checkpoints")
         self._group = group

@@ -30,7 +30,8 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.comm.journal import IMAGINED_RANKS, Carrier, Tag, journal_of, tag as make_tag
+from fullshard.comm.backends import NOTHING, Backend, backend_of, backends_of
+from fullshard.comm.journal import Carrier, Tag, journal_of, tag as make_tag
 from fullshard.comm.meetings import WatchedWork, meet, waiting_for
 from fullshard.comm.messages import length_of, message_of, value_in
 from fullshard.errors import CommunicationError, ConfigurationError
@@ -254,7 +255,7 @@ def check_group_allocates(group: ProcessGroup, device: torch.device) -> None:
     if not torch_border.allocates_tensors(group, device):
         raise ConfigurationError(
             "set_allocate_memory_from_process_group_for_comm needs a process group whose backend allocates "
-            f"memory on {device.type}; {backend_of(group, device)} does not on this machine. Leave the call "
+            f"memory on {device.type}; {backend_of(group, device).name} does not on this machine. Leave the call "
             "out, or use NCCL on GPUs with multicast (NVLink SHARP)."
         )
 
@@ -265,7 +266,7 @@ def choose_symmetric_memory(backend: str, group: ProcessGroup, device: torch.dev
     Raises:
         ConfigurationError: the group does not communicate through it, or torch does not have it.
     """
-    carrier = backend_of(group, device)
+    carrier = backend_of(group, device).name
     if carrier != backend.lower():
         raise ConfigurationError(
             f"Symmetric memory of {backend} needs a process group that communicates through it; this one uses "
@@ -280,18 +281,6 @@ def choose_symmetric_memory(backend: str, group: ProcessGroup, device: torch.dev
             f"any other; torch {torch.__version__} says: {error}. Leave set_symm_mem_for_comm out, or call it "
             "earlier or with another torch."
         ) from error
-
-
-_BACKENDS: weakref.WeakKeyDictionary[ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
-
-
-def backend_of(group: ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend that carries a group's collectives on a device: nccl, gloo, ..."""
-    backends = _BACKENDS.get(group)
-    if backends is None:
-        pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
-        backends = _BACKENDS[group] = {kind: name for kind, _, name in pairs}
-    return backends.get(device.type, "nothing")
 
 
 def carrier_of(group: ProcessGroup, device: torch.device) -> Carrier:
@@ -338,17 +327,17 @@ def all_gather(
         return None
     backend, journal = carrier or carrier_of(group, outputs[0].device)
     joined = None
-    if backend == "gloo" and len(outputs) > 1:
+    if not backend.has_coalesced_gathers and len(outputs) > 1:
         joined = _JoinedGather(outputs, inputs, group)  # takes memory, so before the ranks meet
     meet(group, tag, backend, inputs, journal=journal)
     options = _GATHER_OPTIONS[async_op]
     if joined is not None:
-        joined.start(group, options)
+        joined.start(group, backend, options)
         work = cast(Work, joined)
     elif len(outputs) == 1:
         work = torch_border.all_gather_single(group)(outputs[0], inputs[0], options)
-        if backend == "gloo":
-            work = cast(Work, WatchedWork(work, group))
+        if not backend.is_on_stream:
+            work = cast(Work, WatchedWork(work, group, backend))
     else:
         work = torch_border.all_gather_coalesced(group)(outputs, inputs, options)
     return work if async_op else _ordered(work, backend)
@@ -371,10 +360,10 @@ class _JoinedGather:
         sizes = [tensor.numel() for tensor in inputs]
         self._gathered = self._message.view(group.size(), -1).split(sizes, dim=1)
 
-    def start(self, group: ProcessGroup, options: Any) -> None:
+    def start(self, group: ProcessGroup, backend: Backend, options: Any) -> None:
         """Send the message."""
         work = torch_border.all_gather_single(group)(self._message, self._own, options)
-        self._work = WatchedWork(work, group)
+        self._work = WatchedWork(work, group, backend)
 
     def get_future(self) -> Any:
         """Return a future that is completed when the message has arrived."""
@@ -408,8 +397,7 @@ def reduce_scatter(
     backend, journal = carrier or carrier_of(group, outputs[0].device)
     meet(group, tag, backend, inputs, journal=journal)
     work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
-    if backend == "gloo":
-        work = _watched(work, group, backend)
+    work = _watched(work, group, backend)
     return work if async_op else _ordered(work, backend)
 
 
@@ -432,12 +420,12 @@ def check_exchanges(wire_dtype: torch.dtype, axes: DataParallelAxes, device: tor
         group is not None
         and group.size() > 1
         and device.type != "cpu"
-        and backend_of(group, device) == "gloo"
+        and not backend_of(group, device).exchanges_device_memory
     ):
         # torch 2.11 does not say so, but crashes.
         raise ConfigurationError(
-            f"wire_dtype={wire_dtype} needs a process group that exchanges memory on {device.type}, and gloo only "
-            "exchanges that of CPUs. Use NCCL, or leave wire_dtype out."
+            f"wire_dtype={wire_dtype} needs a process group that exchanges memory on {device.type}, and "
+            f"{backend_of(group, device).name} only exchanges that of CPUs. Use NCCL, or leave wire_dtype out."
         )
 
 
@@ -550,7 +538,8 @@ def value_of_rank(value: T, source: int, group: ProcessGroup, tag: Tag) -> T:
 
 def _message(value: object, group: ProcessGroup) -> Tensor:
     """Return a value's bytes where the group can send them: in host memory, if it has a backend for that."""
-    device = "cpu" if backend_of(group, _CPU) != "nothing" else next(iter(_BACKENDS[group]))
+    backends = backends_of(group)
+    device = "cpu" if "cpu" in backends else next(iter(backends))
     return message_of(value, torch.device(device))
 
 
@@ -565,7 +554,7 @@ def texts_of_all_ranks(
 ) -> Sequence[str]:
     """Return a short text of every rank, by rank; the host waits for the other hosts, and for no device."""
     backend = backend_of(group, device)
-    if backend in IMAGINED_RANKS:
+    if backend.ranks == "imagined":
         return [text] * group.size()
     texts = meet(group, tag, backend, text=text)
     return values_of_all_ranks(text, group, tag) if texts is None else texts
@@ -610,20 +599,16 @@ def _checked(comm: Comm, work: object) -> Work | None:
     return work  # type: ignore[return-value]
 
 
-ON_CURRENT_STREAM = ("nccl", "fake")
-"""Backends that issue a collective to the current stream, if it is not asynchronous."""
-
-
-def _ordered(work: Work, backend: str) -> Work | None:
+def _ordered(work: Work, backend: Backend) -> Work | None:
     """Order the current stream after ``work``, and return None: nothing is left to wait for."""
-    if backend not in ON_CURRENT_STREAM:
+    if not backend.is_on_stream:
         work.wait()
     return None
 
 
-def _watched(work: Work, group: ProcessGroup, backend: str) -> Work:
-    """Return a work that the host waits for in slices, if the host waits for it."""
-    return cast(Work, WatchedWork(work, group)) if backend == "gloo" else work
+def _watched(work: Work, group: ProcessGroup, backend: Backend) -> Work:
+    """Return a work whose wait others can see and that ends with the reason, if the host waits for it."""
+    return work if backend.is_on_stream else cast(Work, WatchedWork(work, group, backend))
 
 
 @contextlib.contextmanager
@@ -636,7 +621,7 @@ def _in_order(
     """
     if device is None:
         cpu = backend_of(group, _CPU)
-        backend = cpu if cpu != "nothing" else "other"
+        backend = cpu if cpu is not NOTHING else next(iter(backends_of(group).values()))
     else:
         backend = backend_of(group, device)
     meet(group, tag, backend, inputs)

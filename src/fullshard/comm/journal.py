@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
+from fullshard.comm.backends import Backend
 from fullshard.errors import exception_text
 
 RING = 256
@@ -30,10 +31,6 @@ MARKS = 64
 """How many of the last steps a journal remembers."""
 _MASK = (1 << 63) - 1
 
-IMAGINED_RANKS = {"fake", torch_border.VIRTUAL_BACKEND}
-"""Backends whose other ranks do not exist: nobody can be asked. A program that has another such backend adds it."""
-THREAD_RANKS = {"threaded"}
-"""Backends whose ranks are threads of one process."""
 _INVERSE = pow(31, -1, 1 << 63)
 """Takes back what `Journal.note` multiplies by."""
 
@@ -75,7 +72,7 @@ class Guard(Protocol):
     def learn(self, journal: Journal, said: Sequence[str]) -> None:
         """Raise if a rank has failed, by what ranks say at a meeting that did not agree."""
 
-    def add(self, group: ProcessGroup, backend: str) -> None:
+    def add(self, group: ProcessGroup, backend: Backend) -> None:
         """Guard one more process group."""
 
 
@@ -164,7 +161,7 @@ class Carrier(NamedTuple):
     Who calls a collective in every step keeps it: to look it up takes the host longer than all else around the call.
     """
 
-    backend: str
+    backend: Backend
     journal: Journal
 
 

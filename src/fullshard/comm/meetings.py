@@ -30,11 +30,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from fullshard import torch_border
+from fullshard.comm.backends import Backend
 from fullshard.comm.control_channel import ControlChannel
 from fullshard.comm.journal import (
-    IMAGINED_RANKS,
     POSITION,
-    THREAD_RANKS,
     Journal,
     Tag,
     Update,
@@ -61,8 +60,8 @@ class Rules:
     def __init__(self) -> None:
         self.every_collective = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
         """Whether ranks meet before every collective, on every backend. In guarded steps they do anyway."""
-        self.on_gloo = True
-        """Whether they meet on gloo; False only to measure what that costs."""
+        self.by_backend = True
+        """Whether they meet where the backend's manners say so; False only to measure what that costs."""
 
 
 RULES = Rules()
@@ -89,7 +88,7 @@ def debug(*what: str) -> None:
 def meet(
     group: ProcessGroup,
     tag: Tag,
-    backend: str,
+    backend: Backend,
     inputs: Sequence[Tensor] = (),
     *,
     journal: Journal | None = None,
@@ -125,7 +124,7 @@ def meet(
     # Most collectives are called where ranks do not meet: on a backend with streams, outside of guarded steps.
     if (
         text is None
-        and (backend != "gloo" or not RULES.on_gloo)
+        and not (backend.has_meetings and RULES.by_backend)
         and not RULES.every_collective
         and journal.guard is None
     ):
@@ -225,11 +224,10 @@ def _timeout_of(group: ProcessGroup | None) -> timedelta | None:
 _CHANNELS: weakref.WeakKeyDictionary[ProcessGroup, ControlChannel] = weakref.WeakKeyDictionary()
 
 
-def channel_of(group: ProcessGroup, journal: Journal, backend: str) -> ControlChannel | None:
+def channel_of(group: ProcessGroup, journal: Journal, backend: Backend) -> ControlChannel | None:
     """Return the control channel of a group, made at its first use, which is collective; None if it can have none."""
     found = _CHANNELS.get(group)
-    ranks_are_processes = backend not in IMAGINED_RANKS and backend not in THREAD_RANKS
-    if found is None and len(journal.ranks) > 1 and ranks_are_processes:
+    if found is None and len(journal.ranks) > 1 and backend.ranks == "processes":
         POSITION.waiting = Waiting(
             journal, "the first collective of a process group", POSITION.moved
         )
@@ -253,10 +251,11 @@ def step_taken(updates: Mapping[ProcessGroup, Update]) -> None:
 
 
 class WatchedWork:
-    """A `Work` of gloo, for which the host waits in slices: see `verdict`."""
+    """A `Work` for which the host waits: in slices where the backend can (see `verdict`), and with a name for others to see."""
 
-    def __init__(self, work: Work, group: ProcessGroup) -> None:
+    def __init__(self, work: Work, group: ProcessGroup, backend: Backend) -> None:
         self._work = work
+        self._limit = (_SLICE,) if backend.has_sliced_waits else ()
         self._journal = journal_of(group)
         self._tag = self._journal.last_tag
 
@@ -280,11 +279,11 @@ class WatchedWork:
         try:
             while True:
                 try:
-                    work.wait(_SLICE)
+                    work.wait(*self._limit)
                     return
                 except RuntimeError as error:
                     VERDICT.raise_if_diverged()
-                    if work.is_completed():
+                    if not self._limit or work.is_completed():
                         raise lost_within(text, error) from error
         finally:
             POSITION.waiting = None

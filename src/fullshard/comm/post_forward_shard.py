@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from fullshard.comm import collectives
 from fullshard.comm.all_gather import GroupAllGather
+from fullshard.comm.backends import backend_of
 from fullshard.comm.journal import journal_of, tag
 from fullshard.comm.meetings import meet
 from fullshard.comm.streams import FSDPCommContext
@@ -87,7 +88,7 @@ class PostForwardShard:
         layout = self._layout
         # Not earlier: making a process group is collective, and before the first forward ranks have not compared
         # whether all of them ask for one.
-        backend = collectives.backend_of(self._shard_group, context.device)
+        backend = backend_of(self._shard_group, context.device)
         meet(self._shard_group, _MAKING_GROUPS, backend)
         group = self.process_group = block_group(self._shard_group, layout.world)
         guard = journal_of(self._shard_group).guard

@@ -49,6 +49,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup
 
 from fullshard import torch_border
+from fullshard.comm.backends import Backend
 from fullshard.comm.control_channel import ControlChannel
 from fullshard.comm.journal import POSITION, Journal, Waiting, journal_of, tag
 from fullshard.comm.meetings import channel_of, meet, meet_without_collective
@@ -95,8 +96,8 @@ class _Link:
 class StepGuard:
     """The channels of the ranks that step together: [Note: failing together]."""
 
-    def __init__(self, backends: Mapping[ProcessGroup, str]) -> None:
-        """Connect the ranks of these process groups; collective. Each group has the name of its backend.
+    def __init__(self, backends: Mapping[ProcessGroup, Backend]) -> None:
+        """Connect the ranks of these process groups; collective. Each group has its backend.
 
         Raises:
             DivergenceError: a rank does not come.
@@ -118,7 +119,7 @@ class StepGuard:
         self._links = {link.journal: link for link in links}
         self._has_learned = False
 
-    def add(self, group: ProcessGroup, backend: str) -> None:
+    def add(self, group: ProcessGroup, backend: Backend) -> None:
         """Guard one more process group, which was made within the step; collective over its ranks.
 
         All of them are ranks of another process group that is guarded, and have just met there.

@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
 from fullshard.comm import watchdog
-from fullshard.comm.collectives import backend_of
+from fullshard.comm.backends import backend_of
 from fullshard.comm.journal import POSITION, Waiting, journal_of, tag
 from fullshard.comm.meetings import meet
 from fullshard.comm.store_agreement import StoreAgreement

@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from fullshard.comm.collectives import ON_CURRENT_STREAM, backend_of
+from fullshard.comm.backends import backend_of
 from fullshard.comm.streams import comm_contexts, is_capturing
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import UsageError
@@ -94,9 +94,9 @@ def obstacles_to_capture(groups: Iterable[FSDPParamGroup]) -> list[str]:
             if process_group is None:
                 continue
             backend = backend_of(process_group, group.device)
-            if backend not in ON_CURRENT_STREAM:
+            if not backend.is_on_stream:
                 found[
-                    f"{group.name}: its collectives run on {backend}, and the host waits for them"
+                    f"{group.name}: its collectives run on {backend.name}, and the host waits for them"
                 ] = None
         for comm in (group.all_gathers.custom, settings.custom):
             if comm is not None and not comm.capturable:

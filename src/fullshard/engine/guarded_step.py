@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.collectives import backend_of
+from fullshard.comm.backends import Backend, backend_of
 from fullshard.comm.reduce_settings import ReduceSettings
 from fullshard.comm.step_guard import StepFailure, StepGuard, step_failed
 from fullshard.engine.model_changes import CHANGES
@@ -259,9 +259,9 @@ def _guard_of(models: Sequence[nn.Module], states: Sequence[FSDPState]) -> StepG
 
 def _backends(
     models: Sequence[nn.Module], groups: Sequence[FSDPParamGroup]
-) -> dict[ProcessGroup, str]:
+) -> dict[ProcessGroup, Backend]:
     """Return all process groups on which fullshard may call collectives for the models, with their backends."""
-    backends: dict[ProcessGroup, str] = {}
+    backends: dict[ProcessGroup, Backend] = {}
     for group in groups:
         axes = group.mesh_info
         used = [axes.shard_peers, axes.replicate_process_group, *_post_forward(group)]

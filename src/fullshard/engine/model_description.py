@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm.journal import IMAGINED_RANKS
+from fullshard.comm.backends import has_imagined_ranks, has_peers
 from fullshard.comm.reduce_settings import ReduceSettings
 from fullshard.engine.ownership import names_in_common
 from fullshard.engine.param_group import FSDPParamGroup
@@ -122,10 +122,8 @@ class _RanksInCommon:
     def mesh(self, mesh: DeviceMesh) -> tuple[int, ...]:
         """Return all ranks of a mesh of tensor parallelism; none if this is the only one."""
         if id(mesh) not in self._of_meshes:
-            has_peers = (
-                mesh.size() > 1 and dist.get_backend(mesh.get_group(0)) not in IMAGINED_RANKS
-            )
-            ranks = mesh.mesh.flatten().tolist() if has_peers else []
+            is_of_ranks = mesh.size() > 1 and not has_imagined_ranks(mesh.get_group(0))
+            ranks = mesh.mesh.flatten().tolist() if is_of_ranks else []
             self._of_meshes[id(mesh)] = tuple(sorted(ranks))
         return self._of_meshes[id(mesh)]
 
@@ -156,7 +154,7 @@ def process_groups(states: Sequence[FSDPState]) -> dict[ProcessGroup, torch.devi
 
 
 def _has_peers(group: ProcessGroup | None) -> bool:
-    return group is not None and group.size() > 1 and dist.get_backend(group) not in IMAGINED_RANKS
+    return group is not None and has_peers(group)
 
 
 def _title(description: Mapping[str, Section], name: str) -> str:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard import torch_border
-from fullshard.comm.journal import IMAGINED_RANKS
+from fullshard.comm.backends import has_peers
 from fullshard.comm.streams import is_capturing
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.plan.names import clean_name
@@ -67,11 +67,7 @@ def compare_plain_gradients(optimizer: Optimizer, process_groups: Iterable[Proce
     if is_capturing():
         return
     _LOOKED[optimizer] = _LOOKED.get(optimizer, 0) + 1
-    peers = [
-        group
-        for group in process_groups
-        if group.size() > 1 and dist.get_backend(group) not in IMAGINED_RANKS
-    ]
+    peers = [group for group in process_groups if has_peers(group)]
     params = [param for param in params_of(optimizer) if _is_plain(param)] if peers else []
     with_gradient = [param for param in params if param.grad is not None]
     if params and not with_gradient:

@@ -22,8 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fullshard.comm import collectives
-from fullshard.comm.journal import IMAGINED_RANKS
+from fullshard.comm.backends import NOTHING, backend_of, has_imagined_ranks
 from fullshard.errors import ConfigurationError, OptionTypeError, UsageError
 from fullshard.plan.mesh import (
     DataParallelAxes,
@@ -244,7 +243,7 @@ def choose_device(
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     group = axes.shard_process_group or axes.replicate_process_group
     assert group is not None, "choose_axes sets at least one"
-    if accelerator is None or collectives.backend_of(group, accelerator) == "nothing":
+    if accelerator is None or backend_of(group, accelerator) is NOTHING:
         return torch.device("cpu")  # the group communicates host memory only
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
@@ -261,7 +260,8 @@ def _device_of(device_id: Any, axes: DataParallelAxes) -> torch.device:
     except RuntimeError:  # an unknown kind of device; or an int without an accelerator
         device = None
     known = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
-    if dist.get_backend(axes.shard_process_group or axes.replicate_process_group) in IMAGINED_RANKS:
+    group = axes.shard_process_group or axes.replicate_process_group
+    if group is not None and has_imagined_ranks(group):
         known.add("meta")  # to plan for ranks that do not exist
     if device is None or device.type not in known:
         raise UsageError(

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.comm import collectives
+from fullshard.comm.backends import NOTHING, backend_of
 from fullshard.comm.journal import Tag, tag
 from fullshard.engine.known_groups import groups_of
 from fullshard.errors import UnsupportedError
@@ -543,7 +544,7 @@ def _turns(units: Sequence[Unit], bucket_numel: int) -> list[Turn]:
 
 def _joined(exchange: _Exchange, device: torch.device, size: int) -> _Joined:
     wire = device
-    if collectives.backend_of(exchange.group, device) == "nothing":
+    if backend_of(exchange.group, device) is NOTHING:
         # Shards are kept in host memory, and the process group has a backend for the accelerator only.
         accelerator = torch.accelerator.current_accelerator()
         wire = device if accelerator is None else accelerator

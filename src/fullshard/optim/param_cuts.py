@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.comm import collectives
+from fullshard.comm.backends import NOTHING, backend_of
 from fullshard.engine.known_groups import groups_of
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import ConfigurationError, UnsupportedError, fault_paragraphs
@@ -105,7 +105,7 @@ def check_backend(group: ProcessGroup, device: torch.device, what: str) -> None:
         device: Where shards are.
         what: Who communicates them, and how: the beginning of a sentence.
     """
-    if collectives.backend_of(group, device) == "nothing":
+    if backend_of(group, device) is NOTHING:
         raise ConfigurationError(
             f"{what}, but they are on {device}, for which the process group has no backend. Initialise it with one, as in "
             "init_process_group('cpu:gloo,cuda:nccl'), or keep shards on the accelerator."

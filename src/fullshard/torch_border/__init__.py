@@ -125,10 +125,11 @@ from fullshard.torch_border.pipelining import (
     pipelining_is_imported as pipelining_is_imported,
 )
 from fullshard.torch_border.process_groups import (
-    aborts as aborts,
+    abort_of as abort_of,
     all_gather_coalesced as all_gather_coalesced,
     all_gather_options as all_gather_options,
     all_gather_single as all_gather_single,
+    all_groups as all_groups,
     all_to_all_options as all_to_all_options,
     all_to_all_single as all_to_all_single,
     allocate_tensor as allocate_tensor,
@@ -153,7 +154,6 @@ from fullshard.torch_border.process_groups import (
     store_port as store_port,
     symmetric_bytes as symmetric_bytes,
     timeout_of as timeout_of,
-    uses_gloo as uses_gloo,
 )
 from fullshard.torch_border.sharded_tensors import (
     ShardedTensorParts as ShardedTensorParts,

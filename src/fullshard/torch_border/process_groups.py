@@ -201,10 +201,9 @@ def own_store_client() -> Store:
     return own_client(default_store())
 
 
-def uses_gloo() -> bool:
-    """Return whether a process group of this process communicates by gloo."""
-    groups = list(dist.distributed_c10d._world.pg_map)
-    return any("gloo" in dist.get_backend_config(group) for group in groups)
+def all_groups() -> list[ProcessGroup]:
+    """Return the process groups of this process that have not been destroyed."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 @functools.cache
@@ -258,14 +257,12 @@ _OPERATIONS = {
 """By torch's numbers, functions that return such work."""
 
 
-def aborts() -> list[Callable[[], None]]:
-    """Return functions that end all collectives of a process group, one for each NCCL backend; each may take long."""
-    found = []
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if "nccl" in dist.get_backend_config(group):
-            with contextlib.suppress(RuntimeError):
-                found.append(group._get_backend(torch.device("cuda")).abort)
-    return found
+def abort_of(group: ProcessGroup, device: torch.device) -> Callable[[], None]:
+    """Return the function that ends all collectives of a process group on a device; it may take long.
+
+    RuntimeError if the group has no backend for the device.
+    """
+    return cast(Callable[[], None], group._get_backend(device).abort)
 
 
 def pending_in_backend() -> str:

@@ -5,6 +5,7 @@
     store_client  the store, which may block, in a thread of its own
     rounds        one rank asks, all answer, through the store
     judge         what the answers mean
+    silences      for how long ranks have not answered
     alone         what a rank concludes without the store
     release       brings a blocked thread back
     peers         the other ranks on this host

@@ -121,13 +121,15 @@ class Absence:
 
     rank: int
     state: str
-    """ "left", "raised", "dead", "stopped"; "busy" if its process runs and does not answer; "lost" if nobody can see it;
+    """ "left", "raised", "dead", "stopped"; "busy" if its process runs and does not answer; "lost" if no rank can see it;
     "unregistered" if it has no watchdog yet."""
     text: str = ""
     """For a rank that has raised: type and message of the exception."""
     host: str = ""
     last: str = ""
     """The last position that it has published, and when."""
+    silent_s: float = 0.0
+    """Of a rank that is lost: for how long it has been."""
 
 
 ASYNC_WAIT = "Work.wait"

@@ -5,11 +5,12 @@ A pure function of the answers. The rules, in this order:
     1. A rank has raised and not caught it, has left, is dead or is stopped, and another one waits for it: diverged.
     2. Two ranks of a process group have called different collectives under the same number, or different numbers of
        collectives in the same step: diverged.
-    3. Nobody on its host can see a rank that does not answer, and another one waits for it: lost, which is diverged.
+    3. A rank does not answer, no rank on its host can see it, and another one waits for it: lost. Silence proves nothing. It
+       is diverged if a rank has lost a connection as well, or if the silence outlives the lease.
     4. Ranks that wait for each other all wait, none has what it waits for, and none has moved, nor a byte, between two rounds:
        a deadlock, which is diverged.
     5. All ranks of a group have called a collective, which has not ended within the limit: hung, which is diverged.
-    6. Somebody waits for a rank that is in its own code, or that does not answer while its process runs: slow.
+    6. A rank waits for one that is in its own code, or that does not answer: slow.
 
 Only rules that no patience could refute say "diverged". A slow rank is waited for without limit.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fullshard.comm.watchdog.answers import (
     ASYNC_WAIT,
@@ -29,6 +30,7 @@ from fullshard.comm.watchdog.answers import (
     is_consequence,
 )
 from fullshard.comm.watchdog.connections import UNKNOWN
+from fullshard.comm.watchdog.silences import LEASE_S
 from fullshard.errors import ranks_text
 
 FINE, SLOW, AGAIN, DIVERGED = "fine", "slow", "again", "diverged"
@@ -53,6 +55,8 @@ class Judgement:
     """Ranks that others wait for."""
     where: str = ""
     """For slow ranks: what the first of them does, and its line."""
+    silent: tuple[int, ...] = ()
+    """Ranks that do not answer, and that no rank can see."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,8 @@ class Round:
     histories: Mapping[int, History]
     previous: Mapping[int, Answer] | None
     """The answers of the round before, which the same rank has asked for; None if there was none."""
+    lease_s: float = LEASE_S
+    """How long a rank may be silent."""
 
     @functools.cached_property
     def waiters(self) -> list[Answer]:
@@ -93,14 +99,22 @@ def judge(
     *,
     histories: Mapping[int, History] | None = None,
     previous: Mapping[int, Answer] | None = None,
+    lease_s: float = LEASE_S,
 ) -> Judgement:
     """Judge what ranks have answered, and why others have not."""
-    found = Round(answers=answers, absences=absences, histories=histories or {}, previous=previous)
+    found = Round(
+        answers=answers,
+        absences=absences,
+        histories=histories or {},
+        previous=previous,
+        lease_s=lease_s,
+    )
+    silent = tuple(rank for rank, absence in absences.items() if absence.state == "lost")
     for rule in (_gone, _different, _lost, _deadlocked, _hung, _slow):
         judgement = rule(found)
         if judgement is not None:
-            return judgement
-    return Judgement(kind=FINE)
+            return replace(judgement, silent=silent)
+    return Judgement(kind=FINE, silent=silent)
 
 
 def histories_wanted(answers: Mapping[int, Answer]) -> list[int]:
@@ -177,8 +191,21 @@ def _lost(found: Round) -> Judgement | None:
     waited_for = _waited_for(found, lost)
     if not waited_for:
         return None
-    text = f"{ranks_text(waited_for)} cannot be reached: its host is down, or the network is cut"
-    return _diverged(found, text, waited_for)
+    why = "a host is down, or the network is cut"
+    in_vain = [
+        each.rank for each in found.waiters if each.wait is not None and each.wait.is_in_vain
+    ]
+    if in_vain:
+        text = (
+            f"{ranks_text(waited_for)} cannot be reached, and {ranks_text(in_vain)} "
+            f"{'has' if len(in_vain) == 1 else 'have'} lost a connection: {why}"
+        )
+        return _diverged(found, text, waited_for)
+    over = [rank for rank in waited_for if found.absences[rank].silent_s >= found.lease_s]
+    if not over:
+        return None
+    text = f"{ranks_text(over)} cannot be reached for {found.lease_s:.0f} s: {why}"
+    return _diverged(found, text, over)
 
 
 def _deadlocked(found: Round) -> Judgement | None:
@@ -215,7 +242,7 @@ def _slow(found: Round) -> Judgement | None:
     silent = [
         rank
         for rank, absence in found.absences.items()
-        if absence.state in ("busy", "unregistered")
+        if absence.state in ("busy", "unregistered", "lost")
     ]
     waited_for = _waited_for(found, {*running, *silent})
     if not waited_for:
@@ -224,9 +251,24 @@ def _slow(found: Round) -> Judgement | None:
     return Judgement(
         kind=SLOW,
         message=f"{ranks_text(waited_for)} keep{'s' if len(waited_for) == 1 else ''} others waiting for {longest:.0f} "
-        f"s. Nothing is wrong so far, so they go on waiting.\n{lines(found)}",
+        f"s. {_patient(found, waited_for)}, so they go on waiting.\n{lines(found)}",
         culprits=tuple(waited_for),
         where=_where(found, waited_for[0]),
+    )
+
+
+def _patient(found: Round, waited_for: Collection[int]) -> str:
+    """Return why ranks that wait for others go on."""
+    silences = [
+        found.absences[rank].silent_s
+        for rank in waited_for
+        if rank in found.absences and found.absences[rank].state == "lost"
+    ]
+    if not silences:
+        return "Nothing is wrong so far"
+    return (
+        f"Nothing is proven: {max(silences):.0f} s of silence, of {found.lease_s:.0f} s that are allowed "
+        "(FULLSHARD_WATCHDOG_LEASE)"
     )
 
 
@@ -455,7 +497,7 @@ _SILENT = {
     "dead": "dead: the process has ended without a message (killed, or out of memory)",
     "stopped": "stopped: by a signal or a debugger",
     "busy": "no answer, but the process runs: it may hold the interpreter lock for long",
-    "lost": "no answer, and nobody can see the process",
+    "lost": "no answer, and no rank can see the process",
     "unregistered": "no sharded model yet",
 }
 

@@ -40,10 +40,13 @@ from fullshard.comm.watchdog.judge import (
     histories_wanted,
     judge,
 )
+from fullshard.comm.watchdog.silences import LEASE_S, Silences
 from fullshard.comm.watchdog.store_client import StoreOperations
 
 LOST_S = 7.0
 """How long the asker waits for a rank whose process no other rank can see."""
+LONGEST_GAP_S = 60.0
+"""How far rounds may be apart for a rank to count as silent all the time in between."""
 GIVEN_UP_S = 11.0
 """How long others wait for a judgement; the asker may have died."""
 HISTORY_S = 3.0
@@ -65,6 +68,8 @@ class Member:
     answer: Callable[[], Answer]
     history: Callable[[], History]
     clock: Callable[[], float]
+    lease_s: float = LEASE_S
+    """How long a rank may be silent."""
     is_gone: Callable[[int], bool] = lambda _: False
     """Whether the process of a rank is known to be dead or stopped."""
 
@@ -90,6 +95,7 @@ class Rounds:
         """After a judgement that ranks have diverged: number of the round, and how many have answered in it."""
         self._previous: tuple[float, Mapping[int, Answer]] | None = None
         """The end and the answers of the last round that this rank asked for, if another one was to follow."""
+        self._silences = Silences(LONGEST_GAP_S * tick_of(member.world))
 
     def join(self) -> None:
         """Begin with the round that comes next."""
@@ -173,7 +179,9 @@ class Rounds:
                 self._send_history()
             return None
         listeners = message.pop("listeners")
-        judgement = Judgement(**message | {"culprits": tuple(message["culprits"])})
+        lists = {name: tuple(message[name]) for name in ("culprits", "silent")}
+        judgement = Judgement(**message | lists)
+        self._silences.note(judgement.silent, self._member.clock())
         self._ended = (self._number, listeners) if judgement.kind == DIVERGED else None
         self._leave()
         return judgement
@@ -212,7 +220,14 @@ class Rounds:
     def _conclude(self, asking: _Asking, histories: Mapping[int, History]) -> Judgement:
         assert asking.answers is not None
         previous = self._previous[1] if self._previous is not None else None
-        judgement = judge(asking.answers, asking.absences, histories=histories, previous=previous)
+        judgement = judge(
+            asking.answers,
+            asking.absences,
+            histories=histories,
+            previous=previous,
+            lease_s=self._member.lease_s,
+        )
+        self._silences.note(judgement.silent, self._member.clock())
         is_to_be_repeated = judgement.kind == AGAIN
         self._previous = (self._member.clock(), asking.answers) if is_to_be_repeated else None
         listeners = len(asking.answers)
@@ -272,7 +287,9 @@ class Rounds:
             return Absence(rank=rank, state=state, text=text, host=host, last=last)
         seen = {answer.states[rank] for answer in answers.values() if rank in answer.states}
         state = next((state for state in (DEAD, STOPPED) if state in seen), "")
-        return Absence(rank=rank, state=state or ("busy" if seen else "lost"), host=host, last=last)
+        silent_s = 0.0 if seen else self._silences.seconds(rank, self._member.clock())
+        state = state or ("busy" if seen else "lost")
+        return Absence(rank=rank, state=state, host=host, last=last, silent_s=silent_s)
 
 
 @dataclass(kw_only=True, slots=True)

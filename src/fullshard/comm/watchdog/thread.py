@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.comm.journal import IMAGINED_RANKS, POSITION, THREAD_RANKS, journals
+from fullshard.comm.backends import backends_in_use, backends_of
+from fullshard.comm.journal import POSITION, journals
 from fullshard.comm.verdict import VERDICT
 from fullshard.comm.watchdog import last_words, process_end, release
 from fullshard.comm.watchdog.alone import LostStore, judge_alone
@@ -41,8 +42,9 @@ from fullshard.comm.watchdog.observation import (
 )
 from fullshard.comm.watchdog.peers import Peers
 from fullshard.comm.watchdog.probes import register
-from fullshard.comm.watchdog.rounds import LOST_S, Member, Rounds, tick_of
-from fullshard.comm.watchdog.stalls import StallReports
+from fullshard.comm.watchdog.rounds import Member, Rounds, tick_of
+from fullshard.comm.watchdog.silences import LEASE_S
+from fullshard.comm.watchdog.stalls import FIRST_REPEAT_S, StallReports
 from fullshard.comm.watchdog.store_client import (
     LIMIT_S,
     OpenStore,
@@ -70,8 +72,8 @@ AGAIN_S = 1.0
 URGENT_S = 6.0
 URGENT_ROUNDS = 2
 """For how long, and in how many rounds, a rank that has lost another one asks why, before it gives up."""
-CONNECTED_S = 25.0
-"""For how long a store may be unreachable from the beginning."""
+CLOSED_S = 2.0
+"""How long a rank that waits looks for the reason why the store has closed the connection."""
 FAREWELL_S = 4.0
 """How long the end of a process may be delayed by a store that does not answer."""
 KNOWN_S = 3.0
@@ -107,7 +109,7 @@ def start() -> None:
             return
         if running is not None:
             running.end()
-        if torch_border.uses_gloo():  # whose waits block the host
+        if any(not each.is_on_stream for each in backends_in_use()):  # waits block the host
             torch_border.observe_waits()
         _Process.watchdog = Watchdog(group, thread=threading.get_ident())
         process_end.at_end(_process_ends, of_thread=_thread_ends, forked=_forget)
@@ -133,9 +135,9 @@ def find_peers() -> None:
 
 
 def _can_be_watched(group: ProcessGroup) -> bool:
-    backend = dist.get_backend_config(group)
-    is_alone = group.size() == 1 and "nccl" not in backend
-    return not is_alone and not any(name in backend for name in IMAGINED_RANKS | THREAD_RANKS)
+    backends = backends_of(group).values()
+    is_alone = group.size() == 1 and not any(each.hangs_alone for each in backends)
+    return not is_alone and all(each.ranks == "processes" for each in backends)
 
 
 def _process_ends(error: BaseException | None) -> None:
@@ -254,6 +256,8 @@ class Watchdog:
         limit = os.environ.get("FULLSHARD_WATCHDOG_ABORT")
         limit_s = float(limit) if limit else timeout.total_seconds() if timeout else None
         self._observer = Observer(rank, thread, self._own.text(), limit_s, self._port)
+        self._lease_s = float(os.environ.get("FULLSHARD_WATCHDOG_LEASE") or LEASE_S)
+        """How long another rank, or the store, may be silent before that counts as proof."""
         self._least_patience = float(os.environ.get("FULLSHARD_WATCHDOG_PATIENCE") or PATIENCE_S)
         self._tick_s = tick_of(world)
         self._is_small = world <= 64
@@ -295,6 +299,8 @@ class Watchdog:
         """Whether this rank's journal differs from another one's."""
         self._failed_since: float | None = None
         """When the store has last begun to fail."""
+        self._next_complaint = 0.0
+        """When this rank says next that the store does not answer."""
         self._moves, self._moved = moves(), now
         self._gaps: deque[float] = deque(maxlen=16)
         """How long the last times were in which nothing moved."""
@@ -309,6 +315,7 @@ class Watchdog:
             answer=self._answer,
             history=history,
             clock=time.monotonic,
+            lease_s=self._lease_s,
             is_gone=lambda other: self._peers.is_gone(other),
         )
 
@@ -564,11 +571,8 @@ class Watchdog:
         """Judge by what is seen and heard on this host, since the store does not answer."""
         now = time.monotonic()
         self._failed_since = since = self._failed_since or now
-        limit_s = LOST_S if error.is_late else 2.0
-        if error.is_late and self._store.num_done == 0:
-            # It has not accepted a connection yet. torch's store looks up the names of those who connect, one after the other.
-            limit_s = CONNECTED_S
-        is_given_up = now - since >= limit_s
+        # A connection that is closed proves that the store has ended. Silence does not: see `silences`.
+        is_given_up = now - since >= (self._lease_s if error.is_late else CLOSED_S)
         self._peers.look(patiently=not is_given_up)
         if self._peers.verdict is not None:
             # The rank that reported it may have ended since. That is not a second divergence.
@@ -577,6 +581,13 @@ class Watchdog:
         is_urgent = VERDICT.wanted.is_set() or self._is_urgent
         if wait is None or (wait.seconds < self._patience and not is_urgent):
             return  # nobody waits; the store may be gone because all is done
+        if error.is_late and now >= self._next_complaint:
+            self._next_complaint = now + FIRST_REPEAT_S
+            logger.warning(
+                "Rank %d waits, and %s, for %.0f s so far. Nothing is proven, so it goes on waiting, for %.0f s "
+                "(FULLSHARD_WATCHDOG_LEASE).",
+                *(self._own.rank, error, now - since, self._lease_s),
+            )
         lost = LostStore(
             text=str(error),
             port=self._port,
