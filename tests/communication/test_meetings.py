@@ -42,12 +42,32 @@ def test_a_journal_depends_on_the_order_and_remembers_the_last_collectives() -> 
             second.note(tag(text))
         assert first.count == second.count == 2
         assert first.digest != second.digest
-        assert first.last_tags(5) == [(1, "a"), (2, "b")]
+        assert first.last_tags() == [(1, "a"), (2, "b")]
         for number in range(RING + 10):
             first.note(tag(str(number)))
         assert first.last_tag == tag(str(RING + 9))
-        assert first.last_tags(2) == [(RING + 11, str(RING + 8)), (RING + 12, str(RING + 9))]
-        assert len(first.last_tags(2 * RING)) == RING
+        assert first.last_tags()[-2:] == [(RING + 11, str(RING + 8)), (RING + 12, str(RING + 9))]
+        # The place of the oldest may be written over at any time.
+        assert [count for count, _ in first.last_tags()] == [*range(14, RING + 13)]
+
+
+def test_a_journal_knows_its_digest_after_every_call_that_it_remembers() -> None:
+    journal = Journal("a", 0, (0, 1))
+    digests = [journal.now()]
+    for number in range(RING + 5):
+        journal.note(tag(str(number % 7)))
+        digests.append(journal.now())
+    assert digests[-1] == (journal.count, journal.digest)
+    for count in (RING + 5, RING, 7):
+        assert (count, journal.digest_after(count)) == digests[count]
+    assert journal.digest_after(RING + 6) is None, "it was not called yet"
+    assert journal.digest_after(5) is None, "it is forgotten"
+    # A failed meeting takes a number that no rank uses.
+    other = Journal("a", 0, (0, 1))
+    for each in (journal, other):
+        each.note_failed_meeting(tag("failed"), is_noted=False)
+        assert each.now() == (each.count, each.digest)
+        assert each.digest_after(each.count - 1) is not None
 
 
 def test_the_number_of_a_tag_is_the_same_in_every_process(world) -> None:
@@ -207,7 +227,7 @@ def test_ranks_that_train_differently_are_told_where(world, kind: str, named: li
 def tags_of_layers() -> list[str]:
     model = layers()
     model(torch.ones(2, 4))
-    return [text for _, text in journal_of(dist.group.WORLD).last_tags(3)]
+    return [text for _, text in journal_of(dist.group.WORLD).last_tags()[-3:]]
 
 
 def test_a_journal_names_modules(world) -> None:

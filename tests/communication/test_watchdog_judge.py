@@ -182,6 +182,20 @@ def test_different_collectives_under_the_same_number_are_named() -> None:
     assert "collective 5 of process group world is c on ranks 0, 2, 3, and x on rank 1" in (
         found.message
     )
+    assert ". No step has ended since, so no weights were updated" in found.message
+    # How many steps had the other one's weights, as far as the rank remembers its steps.
+    for steps, said in (
+        ([(1, 4), (2, 8), (3, 12), (4, 16)], "up to 3 steps"),
+        ([(4, 2), (5, 6)], "up to 1 step "),
+        ([(3, 8), (4, 12)], "more than 2 steps"),
+    ):
+        histories[1] = replace(histories[1], steps={"world": steps})
+        assert f"Since then {said}" in judge(answers, {}, histories=histories).message
+    histories[0] = History(tags={"world": {7: "c"}})
+    histories[1] = History(tags={"world": {7: "x"}})
+    message = judge(answers, {}, histories=histories).message
+    assert "c on ranks 0, 2, 3, and x on rank 1, at the latest." in message
+    histories[0] = History(tags={"world": {3: "a", 4: "b", 5: "c"}})
     histories[1] = History(tags={"world": {4: "b", 5: "c", 6: "d"}})
     assert judge(answers, {}, histories=histories).kind == "slow"
 
@@ -262,5 +276,6 @@ def test_an_answer_and_a_history_survive_the_store() -> None:
     groups = {"world": replace(group, ranks=range(0, 25, 8)), "pair": replace(group, ranks=(3, 7))}
     answer = replace(answer, groups=groups)
     assert answer_from(encode(answer)) == answer
-    history = History(tags={"world": {4: "b"}}, backend="all-gather, started")
+    tags = {4: "b", 5: "a", 7: "b", 8: "c"}
+    history = History(tags={"world": tags}, steps={"world": [(1, 4)]}, backend="started")
     assert history_from(encode(history)) == history

@@ -174,7 +174,7 @@ def _train(run: Run, rank: int, port: int) -> None:
 
 def _wait_until_watched(world: int) -> None:
     """Wait until this rank's watchdog knows the processes of the others, and has published where this one is."""
-    watchdog = thread._Process.watchdog
+    watchdog = thread.Current.watchdog
     assert watchdog is not None
-    while len(watchdog._peers.states) < world - 1 or "last called" not in watchdog._published:
+    while len(watchdog._peers.states) < world - 1 or "last called" not in watchdog._published[0]:
         time.sleep(0.02)

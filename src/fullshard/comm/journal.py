@@ -14,6 +14,7 @@ import functools
 import hashlib
 import time
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -25,9 +26,9 @@ from fullshard import torch_border
 from fullshard.comm.backends import Backend
 from fullshard.errors import exception_text
 
-RING = 256
-"""How many of the last collectives a journal remembers."""
-MARKS = 64
+RING = 1 << 14
+"""How many of the last collectives a journal remembers: those of some seconds, even of a small model on a fast device."""
+MARKS = 512
 """How many of the last steps a journal remembers."""
 _MASK = (1 << 63) - 1
 
@@ -99,6 +100,8 @@ class Journal:
         """How many models have been used there: all ranks have agreed on each, in this order."""
         self.tags: list[Tag | None] = [None] * RING
         """Collective number n, counted from 1, is at n % RING."""
+        self._digests = array("q", bytes(8 * RING))
+        """At the same places, the digests after these collectives."""
         self.marks: deque[tuple[int, int, int]] = deque(maxlen=MARKS)
         """Step, count and digest at the end of the last steps; the watchdogs of two ranks compare them."""
         self.guard: Guard | None = None
@@ -107,9 +110,10 @@ class Journal:
     def note(self, tag: Tag) -> None:
         """Note a collective that is about to be called."""
         POSITION.moved = time.monotonic()
-        self.count = count = self.count + 1
+        count = self.count + 1
         self.tags[count % RING] = tag
-        self.digest = (self.digest * 31 + tag.number) & _MASK
+        self.digest = self._digests[count % RING] = (self.digest * 31 + tag.number) & _MASK
+        self.count = count  # at last: another thread finds everything else in place
 
     def withdraw(self, digest: int) -> None:
         """Forget the collective that was noted last, since it will not be called; ``digest`` is the one before it.
@@ -131,8 +135,9 @@ class Journal:
             assert noted is not None, "it is the last one"
             count, digest = count - 1, ((digest - noted.number) * _INVERSE) & _MASK
         self.tags[(count + 1) % RING] = None
+        self._digests[(count + 1) % RING] = digest
         self.tags[(count + 2) % RING] = tag
-        self.digest = (digest * 31 + tag.number) & _MASK
+        self.digest = self._digests[(count + 2) % RING] = (digest * 31 + tag.number) & _MASK
         self.count = count + 2
 
     def end_step(self, update: Update | None = None) -> None:
@@ -148,11 +153,33 @@ class Journal:
         """The collective that was called last."""
         return self.tags[self.count % RING]
 
-    def last_tags(self, number: int) -> list[tuple[int, str]]:
+    # --- read by other threads ----------------------------------------------------------------------
+
+    def now(self) -> tuple[int, int]:
+        """Return how many collectives have been called, and the digest after them."""
+        count = self.count
+        return count, self._digests[count % RING]
+
+    def digest_after(self, count: int) -> int | None:
+        """Return the digest after so many collectives; None if they were not called yet, or too long ago."""
+        if count > self.count:
+            return None
+        digest = self._digests[count % RING]
+        return digest if self._is_remembered(count) else None
+
+    def last_tags(self) -> list[tuple[int, str]]:
         """Return the last collectives, oldest first: how many had been called with each, and its text."""
-        counts = range(max(1, self.count - min(number, RING) + 1), self.count + 1)
-        found = ((count, self.tags[count % RING]) for count in counts)
-        return [(count, tag.text) for count, tag in found if tag is not None]
+        counts = range(max(1, self.count - RING + 1), self.count + 1)
+        found = [(count, self.tags[count % RING]) for count in counts]
+        return [
+            (count, tag.text)
+            for count, tag in found
+            if tag is not None and self._is_remembered(count)
+        ]
+
+    def _is_remembered(self, count: int) -> bool:
+        """Return whether what was just read is of this collective; the thread that trains may have written over it."""
+        return count > self.count + 1 - RING
 
 
 class Carrier(NamedTuple):

@@ -12,12 +12,13 @@
     last_words    what they tell each other without the store before they end
     stalls        what is noted and printed about slow ranks
     thread        when to ask, and what to do with a judgement
+    process       starts it once for a process
     process_end   what a process says before it ends
 
 The verdict is in `comm.verdict`, where waits look at it.
 """
 
+from fullshard.comm.watchdog.process import find_peers, introduce, start
 from fullshard.comm.watchdog.stalls import Stall, stalls
-from fullshard.comm.watchdog.thread import find_peers, introduce, start
 
 __all__ = ["Stall", "find_peers", "introduce", "stalls", "start"]

@@ -112,6 +112,8 @@ class History:
 
     tags: Mapping[str, Mapping[int, str]]
     """By process group: number and text of collectives."""
+    steps: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    """By process group: steps that have ended, oldest first, each with the number of collectives that were called until then."""
     backend: str = ""
 
 
@@ -156,6 +158,9 @@ def is_consequence(exception: str) -> bool:
 
 def encode(value: Registration | Answer | History) -> str:
     """Return a value as text."""
+    if isinstance(value, History):
+        tags = {name: _packed_tags(found) for name, found in value.tags.items()}
+        return json.dumps([tags, value.steps, value.backend], separators=(",", ":"))
     if not isinstance(value, Answer):
         return json.dumps(asdict(value), separators=(",", ":"))
     names = (each.name for each in dataclass_fields(value) if each.name not in ("groups", "wait"))
@@ -195,12 +200,33 @@ def answer_from(text: str | bytes) -> Answer:
 
 def history_from(text: str | bytes) -> History:
     """Return the history that `encode` has made this text of."""
-    fields = json.loads(text)
-    tags = {
-        name: {int(count): each for count, each in found.items()}
-        for name, found in fields["tags"].items()
-    }
-    return History(tags=tags, backend=fields["backend"])
+    packed, steps, backend = json.loads(text)
+    return History(
+        tags={name: _unpacked_tags(*each) for name, each in packed.items()},
+        steps={name: [(step, count) for step, count in each] for name, each in steps.items()},
+        backend=backend,
+    )
+
+
+def _packed_tags(tags: Mapping[int, str]) -> tuple[list[str], list[int], list[int]]:
+    """Return texts, each once; the first number of each run of numbers and its length; and the place of each text."""
+    places = {text: place for place, text in enumerate(dict.fromkeys(tags.values()))}
+    runs: list[int] = []
+    for count in tags:
+        if runs and count == runs[-2] + runs[-1]:
+            runs[-1] += 1
+        else:
+            runs += [count, 1]
+    return list(places), runs, [places[text] for text in tags.values()]
+
+
+def _unpacked_tags(texts: list[str], runs: list[int], places: list[int]) -> dict[int, str]:
+    counts = (
+        count
+        for first, length in zip(runs[::2], runs[1::2], strict=True)
+        for count in range(first, first + length)
+    )
+    return dict(zip(counts, (texts[place] for place in places), strict=True))
 
 
 def _packed(ranks: Sequence[int]) -> list[Any]:

@@ -396,22 +396,33 @@ def _parting(
     name: str, classes: _Classes, histories: Mapping[int, History]
 ) -> tuple[str, list[int]] | None:
     """Return where two ranks have called different collectives under the same number, as far as they remember."""
-    known = [
-        (ranks, histories[ranks[0]].tags.get(name, {}))
-        for ranks in classes.values()
-        if ranks[0] in histories
-    ]
+    known = [(ranks, histories[ranks[0]]) for ranks in classes.values() if ranks[0] in histories]
     known.sort(key=lambda each: -len(each[0]))  # the majority first: others are compared with it
-    for ranks, tags in known[1:]:
-        majority, expected = known[0]
-        for count in sorted(tags.keys() & expected.keys()):
+    for ranks, history in known[1:]:
+        majority, tags = known[0][0], history.tags.get(name, {})
+        expected = known[0][1].tags.get(name, {})
+        common = sorted(tags.keys() & expected.keys())
+        for count in common:
             if tags[count] != expected[count]:
+                # If they forgot what came before, they may have parted there.
+                latest = ", at the latest" if count == common[0] and count > 1 else ""
                 text = (
                     f"collective {count} of process group {name} is {expected[count]} on {ranks_text(majority)}, "
-                    f"and {tags[count]} on {ranks_text(ranks)}"
+                    f"and {tags[count]} on {ranks_text(ranks)}{latest}. {_mixed(name, count, history)}"
                 )
                 return text, ranks
     return None
+
+
+def _mixed(name: str, count: int, history: History) -> str:
+    """Return how many steps a rank has ended since it called collective number ``count`` and its history was sent."""
+    steps = history.steps.get(name, ())
+    since = [step for step, called in steps if called >= count]
+    if not since:
+        return "No step has ended since, so no weights were updated with what it brought"
+    number = since[-1] - since[0] + 1
+    more = "more than " if len(since) == len(steps) and since[0] > 1 else "up to "
+    return f"Since then {more}{number} step{'s' if number > 1 else ''} may have been computed with mixed weights"
 
 
 def _unequal(name: str, classes: _Classes) -> tuple[str, list[int]] | None:
@@ -438,7 +449,11 @@ def _unequal_steps(name: str, answers: Mapping[int, Answer]) -> tuple[str, list[
             sides = ", ".join(
                 f"{count} on {ranks_text(ranks)}" for (count, _), ranks in different.items()
             )
-            text = f"step {step} has ended after different collectives of process group {name}: {sides}"
+            alike = len({count for count, _ in different}) == 1
+            text = (
+                f"step {step} has ended after different collectives of process group {name}: {sides}"
+                f"{', which are as many, and not the same' if alike else ''}"
+            )
             return text, min(different.values(), key=len)
     return None
 

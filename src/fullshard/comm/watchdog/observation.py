@@ -10,7 +10,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import CodeType, FrameType, TracebackType
 
@@ -112,15 +112,7 @@ class Observer:
         wait = self.wait()
         if wait is not None and wait.kind == "torch":
             wait = replace(wait, traffic=traffic(self._store_port))
-        groups = {
-            group_key(journal): GroupAnswer(
-                ranks=journal.ranks,
-                count=journal.count,
-                digest=journal.digest,
-                marks=marks_of(journal),
-            )
-            for journal in journals()
-        }
+        groups = {group_key(journal): _group_answer(journal) for journal in journals()}
         return Answer(
             rank=self.rank,
             host=self.host,
@@ -139,10 +131,22 @@ class Observer:
         )
 
 
+def _group_answer(journal: Journal) -> GroupAnswer:
+    count, digest = journal.now()
+    return GroupAnswer(ranks=journal.ranks, count=count, digest=digest, marks=marks_of(journal))
+
+
 def history() -> History:
-    """Return the last collectives of this rank."""
-    tags = {group_key(journal): dict(journal.last_tags(256)) for journal in journals()}
-    return History(tags=tags, backend=torch_border.pending_in_backend())
+    """Return the last collectives of this rank, and the last steps."""
+    found = {group_key(journal): journal for journal in journals()}
+    return History(
+        tags={name: dict(journal.last_tags()) for name, journal in found.items()},
+        steps={
+            name: [(step, count) for step, count, _ in list(journal.marks)]
+            for name, journal in found.items()
+        },
+        backend=torch_border.pending_in_backend(),
+    )
 
 
 def moves() -> int:
@@ -164,10 +168,16 @@ def marks_of(journal: Journal) -> tuple[tuple[int, int, int], ...]:
     """Return step, count and digest at the end of the last step, and of some before it."""
     marks = list(journal.marks)
     found = {
-        max((mark for mark in marks if mark[0] % multiple == 0), default=None)
+        next((mark for mark in reversed(marks) if mark[0] % multiple == 0), None)
         for multiple in MARKED
     }
     return tuple(sorted(mark for mark in found if mark is not None))
+
+
+def differs_at_steps(journal: Journal, marks: Iterable[tuple[int, int, int]]) -> bool:
+    """Return whether a step has ended here after other collectives than the marks of another rank say."""
+    own = {step: (count, digest) for step, count, digest in list(journal.marks)}
+    return any(own.get(step, (count, digest)) != (count, digest) for step, count, digest in marks)
 
 
 def is_past_handlers(thread: int) -> bool:

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.comm.backends import backends_in_use, backends_of
 from fullshard.comm.journal import POSITION, journals
 from fullshard.comm.verdict import VERDICT
 from fullshard.comm.watchdog import last_words, process_end, release
@@ -34,6 +33,7 @@ from fullshard.comm.watchdog.answers import Answer, Wait
 from fullshard.comm.watchdog.judge import AGAIN, DIVERGED, SLOW, Judgement
 from fullshard.comm.watchdog.observation import (
     Observer,
+    differs_at_steps,
     group_key,
     history,
     line_of_traceback,
@@ -86,149 +86,13 @@ EXIT_S = 60.0
 """How long a blocked thread has to come back after its collectives were aborted, before the process is ended."""
 
 
-# --- starting and ending ----------------------------------------------------------------------------
-
-
-class _Process:
+class Current:
     """The watchdog of this process."""
 
     lock = threading.Lock()
     watchdog: Watchdog | None = None
     forgotten: list[Watchdog] = []  # noqa: RUF012
     """In a forked process: the watchdogs of its parent. Their stores must not be destroyed here."""
-
-
-def start() -> None:
-    """Watch the ranks of the default process group, unless that is done already or is turned off."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    if group is None or os.environ.get("FULLSHARD_WATCHDOG") == "0":
-        return
-    with _Process.lock:
-        running = _Process.watchdog
-        if (running is not None and running.group() is group) or not _can_be_watched(group):
-            return
-        if running is not None:
-            running.end()
-        if any(not each.is_on_stream for each in backends_in_use()):  # waits block the host
-            torch_border.observe_waits()
-        _Process.watchdog = Watchdog(group, thread=threading.get_ident())
-        process_end.at_end(_process_ends, of_thread=_thread_ends, forked=_forget)
-
-
-def introduce() -> None:
-    """Wait until the other ranks on this host can find this one; for some seconds at most.
-
-    [Note: acquaintance]
-    A rank calls it before the ranks compare their models, and `find_peers` after that. So when a rank comes to its
-    first collective, it knows all processes on its host that take part, and when one ends, the others need no store to
-    see that. The store may end with it.
-    """
-    watchdog = _Process.watchdog
-    if watchdog is not None and watchdog.thread.is_alive():
-        watchdog.registered.wait(LIMIT_S)
-
-
-def find_peers() -> None:
-    """Let this rank find the others on its host: [Note: acquaintance]."""
-    if _Process.watchdog is not None:
-        _Process.watchdog.find_peers()
-
-
-def _can_be_watched(group: ProcessGroup) -> bool:
-    backends = backends_of(group).values()
-    is_alone = group.size() == 1 and not any(each.hangs_alone for each in backends)
-    return not is_alone and all(each.ranks == "processes" for each in backends)
-
-
-def _process_ends(error: BaseException | None) -> None:
-    watchdog = _Process.watchdog
-    if watchdog is not None:
-        watchdog.farewell(error)
-
-
-def _thread_ends(thread: int, error: BaseException) -> None:
-    """Note the exception that ends a thread, if it is the one that trains: others need not wait for it."""
-    watchdog = _Process.watchdog
-    if watchdog is not None and watchdog.trains_in(thread):
-        POSITION.note_exception(error)
-
-
-def _unwatched_process_ends(error: BaseException | None) -> None:
-    """Say that this process ends, whose program has initialised a process group and sharded nothing."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    if group is None or os.environ.get("FULLSHARD_WATCHDOG") == "0" or not _can_be_watched(group):
-        return
-    rank, world = group.rank(), group.size()
-
-    def say() -> None:
-        with contextlib.suppress(
-            Exception
-        ):  # the store is gone: so are those who would have listened
-            store = OpenStore(torch_border.default_store(), PREFIX)
-            peers = Peers(store, register(rank))
-            peers.register()
-            peers.find()
-            member = Member(
-                rank=rank,
-                world=world,
-                answer=lambda: Answer(rank=rank),
-                history=history,
-                clock=time.monotonic,
-            )
-            rounds = Rounds(store, member)
-            rounds.join()
-            peers.tell(*_last_words(error))
-            _say_farewell(store, rounds, rank, error)
-
-    thread = threading.Thread(target=say, name="fullshard-farewell", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # newer interpreters start no thread at their end
-        say()
-    else:
-        thread.join(FAREWELL_S)
-
-
-process_end.at_unwatched_end(_unwatched_process_ends)
-
-
-def _say_farewell(
-    store: StoreOperations, rounds: Rounds, rank: int, error: BaseException | None
-) -> None:
-    """Tell the others why a rank takes part in no more rounds."""
-    _leave_last_words(store, rank, error)
-    rounds.hand_over()
-    if error is not None:
-        rounds.open_for_others()
-
-
-def _leave_last_words(store: StoreOperations, rank: int, error: BaseException | None) -> None:
-    store.set(f"final/{rank}", json.dumps(_last_words(error)), FAREWELL_S)
-    store.add("finals", 1)
-
-
-def _forget() -> None:
-    """Let a forked process begin without a watchdog."""
-    if _Process.watchdog is not None:
-        _Process.watchdog.forget()
-        _Process.forgotten.append(_Process.watchdog)
-    _Process.lock = threading.Lock()
-    _Process.watchdog = None
-    VERDICT.wake = None  # the thread may have held its lock
-    VERDICT.message, VERDICT.taken, VERDICT.watched = None, False, False
-
-
-def _last_words(error: BaseException | None) -> tuple[str, str]:
-    """Return how a rank ends, and why."""
-    return ("left", "") if error is None else ("raised", _place_of(error))
-
-
-def _place_of(error: BaseException) -> str:
-    """Return an exception that ends this process, and where it was raised."""
-    place = POSITION.raised_in if POSITION.raised else POSITION.text()
-    line = line_of_traceback(error.__traceback__)
-    where = place if place.startswith("outside") else f"in {place}"
-    return f"{process_end.line_about(error)}, {where}{', at ' if line else ''}{line}"
 
 
 # --- the thread -------------------------------------------------------------------------------------
@@ -275,8 +139,10 @@ class Watchdog:
         """Ranks on this host that were gone when the store last answered."""
         self._seen: dict[int, str] = {}
         """The last positions of some other ranks."""
-        self._published = ""
+        self._published: tuple[str, dict[str, tuple[int, int]]] = ("", {})
         """The position that was published last."""
+        self._ahead: dict[str, tuple[int, int]] = {}
+        """By process group: a number of calls that another rank had come to before this one, and the digest after them."""
 
         self._init_observations()
         VERDICT.wake = self._wake
@@ -329,7 +195,7 @@ class Watchdog:
     def end(self) -> None:
         """Stop watching: the process group is gone, and so is what was found out about it."""
         self._is_over = True
-        if _Process.watchdog is self or _Process.watchdog is None:
+        if Current.watchdog is self or Current.watchdog is None:
             VERDICT.message, VERDICT.taken, VERDICT.watched = None, False, False
         self._wake.set()
 
@@ -368,7 +234,7 @@ class Watchdog:
         """Tell the others on this host that this rank ends, and why, unless they know. It needs no store."""
         if VERDICT.message is None and not self._has_told:
             self._has_told = True
-            self._peers.tell(*_last_words(error))
+            self._peers.tell(*last_words_of(error))
 
     def _run(self) -> None:
         try:
@@ -381,7 +247,7 @@ class Watchdog:
         except Exception:
             logger.exception("The watchdog of rank %d has failed; it stops.", self._own.rank)
         finally:
-            if _Process.watchdog is self:
+            if Current.watchdog is self:
                 VERDICT.watched = False
             self._said_farewell.set()
             self._store.close()
@@ -416,7 +282,7 @@ class Watchdog:
         try:
             self._register()
             self._tell(error)
-            _say_farewell(self._store, self._rounds, self._own.rank, error)
+            say_farewell(self._store, self._rounds, self._own.rank, error)
         except StoreFailedError as failure:
             if failure.is_late and self._store.num_done == 0:
                 # The store has not even accepted this watchdog's connection yet, and nobody knows this process. What is sent
@@ -524,28 +390,36 @@ class Watchdog:
         last = POSITION.journal.last_tag if POSITION.journal is not None else None
         called = f", last called {last.text}" if last is not None else ""
         text = f"{POSITION.text()}{called}"
-        if text == self._published:
+        found = journals()
+        calls = {group_key(journal): journal.now() for journal in found}
+        if (text, calls) == self._published:
             return None
-        self._published = text
-        marks = {group_key(journal): marks_of(journal) for journal in journals()}
+        self._published = text, calls
+        marks = {group_key(journal): marks_of(journal) for journal in found}
         text = f"{text}, at {time.strftime('%H:%M:%S')}"
-        return f"position/{self._own.rank}", json.dumps({"text": text, "marks": marks})
+        position = {"text": text, "marks": marks, "calls": calls}
+        return f"position/{self._own.rank}", json.dumps(position)
 
     def _compare_journals(self) -> None:
-        """Compare the journals with those of the ranks before this one, at the ends of equal steps."""
+        """Compare the journals with those of the ranks before this one: at the ends of equal steps, and after as many calls."""
         self._peers.find()
         for journal in journals():
             before = journal.ranks[journal.rank - 1]
             if before != self._own.rank:
                 found = self._store.find(f"position/{before}")
-                theirs: dict[str, Any] = json.loads(found or '{"text": "", "marks": {}}')
-                self._seen[before] = theirs["text"]
-                marked = theirs["marks"].get(group_key(journal), ())
-                own = {step: (count, digest) for step, count, digest in list(journal.marks)}
-                self._is_suspicious |= any(
-                    own.get(step, (count, digest)) != (count, digest)
-                    for step, count, digest in marked
+                theirs: dict[str, Any] = json.loads(found) if found else {}
+                self._seen[before] = theirs.get("text", "")
+                name = group_key(journal)
+                self._is_suspicious |= differs_at_steps(
+                    journal, theirs.get("marks", {}).get(name, ())
                 )
+                # What this rank has not called yet is compared when it has.
+                count, digest = self._ahead.setdefault(
+                    name, tuple(theirs.get("calls", {}).get(name, (0, 0)))
+                )
+                if count <= journal.count:
+                    del self._ahead[name]
+                    self._is_suspicious |= journal.digest_after(count) not in (None, digest)
 
     # --- judgements -----------------------------------------------------------------------------------
 
@@ -647,3 +521,34 @@ class Watchdog:
                 return True
             time.sleep(0.05)
         return False
+
+
+# --- last words ---------------------------------------------------------------------------------------
+
+
+def say_farewell(
+    store: StoreOperations, rounds: Rounds, rank: int, error: BaseException | None
+) -> None:
+    """Tell the others why a rank takes part in no more rounds."""
+    _leave_last_words(store, rank, error)
+    rounds.hand_over()
+    if error is not None:
+        rounds.open_for_others()
+
+
+def _leave_last_words(store: StoreOperations, rank: int, error: BaseException | None) -> None:
+    store.set(f"final/{rank}", json.dumps(last_words_of(error)), FAREWELL_S)
+    store.add("finals", 1)
+
+
+def last_words_of(error: BaseException | None) -> tuple[str, str]:
+    """Return how a rank ends, and why."""
+    return ("left", "") if error is None else ("raised", _place_of(error))
+
+
+def _place_of(error: BaseException) -> str:
+    """Return an exception that ends this process, and where it was raised."""
+    place = POSITION.raised_in if POSITION.raised else POSITION.text()
+    line = line_of_traceback(error.__traceback__)
+    where = place if place.startswith("outside") else f"in {place}"
+    return f"{process_end.line_about(error)}, {where}{', at ' if line else ''}{line}"
