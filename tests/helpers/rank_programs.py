@@ -22,6 +22,7 @@ import atexit
 import ctypes
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import select
@@ -35,7 +36,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,21 @@ STACKS_S = 1.0
 """How long ranks have to write their stacks."""
 
 PR_SET_PDEATHSIG = 1
+CLONE_NEWNS, CLONE_NEWPID = 0x20000, 0x20000000
+
+ENVIRONMENTS = {
+    # As docs/divergence.md asks for: otherwise torch ends processes before any of them can say why.
+    "stand-in": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"},
+    "nccl": {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_CUMEM_ENABLE": "0",
+    },
+}
+"""By backend, variables of its ranks."""
 
 
 @dataclass(kw_only=True)
@@ -67,6 +83,8 @@ class Rank:
     """The rank that does something else than the others."""
     folder: Path
     """Shared by the ranks of the job."""
+    backend: str = "gloo"
+    """Of the default process group."""
     diverged: float | None = None
     """When this rank reached the place where the odd one diverges."""
     starved_before: Mapping[str, int] = field(default_factory=dict)
@@ -120,6 +138,10 @@ class Job:
     resumed_after_s: float | None = None
     """When a rank that stops itself is continued; it is not by default."""
     timeout_s: float = JOB_TIMEOUT_S
+    backend: str = "gloo"
+    """Of the default process group: "gloo", "stand-in", or "nccl" with all ranks on one GPU."""
+    is_apart: bool = False
+    """Whether the odd rank has a process namespace of its own, as in a container: no other rank can see its process."""
     tears_down: bool = False
     """Whether ranks tear the interpreter down at their end, with the destructors of all objects. It takes four
     times as long as the rest of a small program, so few do."""
@@ -364,6 +386,8 @@ def _fork_rank(job: Job, number: int, folder: Path, port: int) -> int:
     pid = os.fork()
     if pid == 0:
         _die_with_parent()
+        if job.is_apart and number == job.odd:
+            be_apart()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         be_main_process()
         _redirect(folder / f"{number}.stderr")
@@ -377,16 +401,32 @@ def _fork_rank(job: Job, number: int, folder: Path, port: int) -> int:
             TORCHELASTIC_USE_AGENT_STORE=str(not job.store_on_rank_0),
             GLOO_SOCKET_IFNAME="lo",
         )
-        me = Rank(number=number, world_size=job.ranks, odd=job.odd, folder=folder)
+        os.environ.update(ENVIRONMENTS.get(job.backend, {}))
+        if job.backend == "nccl":
+            os.environ["NCCL_HOSTID"] = f"host{number}"  # or NCCL refuses two ranks of one device
+        me = Rank(
+            number=number,
+            world_size=job.ranks,
+            odd=job.odd,
+            folder=folder,
+            backend=job.backend,
+        )
         _end(_run(job.program, me), tears_down=job.tears_down)
     return pid
 
 
 def _run(program: Callable[[Rank], None], me: Rank) -> int:
     """Run a program as an interpreter does; return its exit code."""
+    printed: list[BaseException] = []
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        printed.append(error)
+        sys.__excepthook__(kind, error, traceback)
+
     try:
+        sys.excepthook = hook
+        _join(me.backend)
         torch.manual_seed(0)
-        dist.init_process_group("gloo")
         program(me)
     except SystemExit as end:
         me.note_end(end)
@@ -394,13 +434,65 @@ def _run(program: Callable[[Rank], None], me: Rank) -> int:
     except BaseException as error:
         sys.last_value = error  # as the interpreter does
         try:
-            sys.excepthook(type(error), error, error.__traceback__)  # which may add notes to it
-            me.note_end(error)
+            # Another hook before ours may print the reason for it, or add notes to it.
+            sys.excepthook(type(error), error, error.__traceback__)
+            me.note_end(printed[-1])
         except BaseException as of_hook:  # the interpreter prints both
             me.note_end(of_hook)
         return 1
     me.note_end(None)
     return 0
+
+
+def why_not_apart() -> str | None:
+    """Return why no process namespace can be made here, if so."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(_unshare())
+    return os.strerror(code) if (code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) else None
+
+
+def be_apart() -> None:
+    """Go on as a process of a process namespace of its own. This process waits for that one, and ends in the same way.
+
+    The first process of a namespace is immune against signals from inside, so it is the second one that goes on.
+    """
+    code = _unshare()
+    assert code == 0, os.strerror(code)
+    if first := os.fork():
+        _end_like(first)
+    _die_with_parent()
+    if second := os.fork():
+        _, status = os.waitpid(second, 0)
+        os._exit(os.waitstatus_to_exitcode(status) % 256)
+    _die_with_parent()
+
+
+def _unshare() -> int:
+    """Let children have namespaces of their own for processes and mounts; return the number of an error, or 0."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return ctypes.get_errno() if libc.unshare(CLONE_NEWPID | CLONE_NEWNS) else 0
+
+
+def _end_like(process: int) -> NoReturn:
+    """Wait for a process that hands on how its child has ended, and end in that way."""
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    if code > 128:
+        signal.signal(256 - code, signal.SIG_DFL) if 256 - code != signal.SIGKILL else None
+        os.kill(os.getpid(), 256 - code)
+    os._exit(code)
+
+
+def _join(backend: str) -> None:
+    """Make the default process group."""
+    if backend == "stand-in":
+        importlib.import_module("tests.helpers.stand_in")
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
+    dist.init_process_group(backend, device_id=device)
 
 
 def _end(code: int, *, tears_down: bool) -> None:

@@ -6,7 +6,9 @@ ordinary one: its ranks are processes, and the host waits for its works.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Literal
@@ -95,6 +97,20 @@ def backends_in_use() -> list[Backend]:
 def backend_of(group: ProcessGroup, device: torch.device) -> Backend:
     """Return the backend that carries a group's collectives on a device."""
     return backends_of(group).get(device.type, NOTHING)
+
+
+def abort_all() -> None:
+    """End all collectives of this process whose backends have an abort; their process groups cannot be used any more.
+
+    At once after a backend's error: otherwise its own threads may end the process before it can say why.
+    """
+    for group in torch_border.all_groups():
+        for kind, backend in backends_of(group).items():
+            if backend.has_aborts:
+                with contextlib.suppress(RuntimeError):  # never used
+                    abort = torch_border.abort_of(group, torch.device(kind))
+                    # It may take long, if a kernel does not end.
+                    threading.Thread(target=abort, name="fullshard-abort", daemon=True).start()
 
 
 def has_peers(group: ProcessGroup) -> bool:

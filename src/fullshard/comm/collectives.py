@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import DistBackendError, ProcessGroup, ReduceOp, Work
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.comm.backends import NOTHING, Backend, backend_of, backends_of
 from fullshard.comm.journal import Carrier, Tag, journal_of, tag as make_tag
-from fullshard.comm.meetings import WatchedWork, meet, waiting_for
+from fullshard.comm.meetings import WatchedWork, calling, meet, refused, waiting_for
 from fullshard.comm.messages import length_of, message_of, value_in
 from fullshard.errors import CommunicationError, ConfigurationError
 from fullshard.plan.mesh import DataParallelAxes, global_rank
@@ -331,15 +331,18 @@ def all_gather(
         joined = _JoinedGather(outputs, inputs, group)  # takes memory, so before the ranks meet
     meet(group, tag, backend, inputs, journal=journal)
     options = _GATHER_OPTIONS[async_op]
-    if joined is not None:
-        joined.start(group, backend, options)
-        work = cast(Work, joined)
-    elif len(outputs) == 1:
-        work = torch_border.all_gather_single(group)(outputs[0], inputs[0], options)
-        if not backend.is_on_stream:
-            work = cast(Work, WatchedWork(work, group, backend))
-    else:
-        work = torch_border.all_gather_coalesced(group)(outputs, inputs, options)
+    try:
+        if joined is not None:
+            joined.start(group, backend, options)
+            work = cast(Work, joined)
+        elif len(outputs) == 1:
+            work = torch_border.all_gather_single(group)(outputs[0], inputs[0], options)
+        else:
+            work = torch_border.all_gather_coalesced(group)(outputs, inputs, options)
+    except DistBackendError as error:
+        raise refused(group, tag, error) from error
+    if joined is None:
+        work = _watched(work, group, backend)
     return work if async_op else _ordered(work, backend)
 
 
@@ -396,7 +399,10 @@ def reduce_scatter(
         outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
     backend, journal = carrier or carrier_of(group, outputs[0].device)
     meet(group, tag, backend, inputs, journal=journal)
-    work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
+    try:
+        work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
+    except DistBackendError as error:
+        raise refused(group, tag, error) from error
     work = _watched(work, group, backend)
     return work if async_op else _ordered(work, backend)
 
@@ -447,10 +453,11 @@ def all_to_all(
         return []
     backend = backend_of(group, pairs[0][0].device)
     meet(group, tag, backend, inputs)
-    works = [
-        _watched(torch_border.all_to_all_single(group, output, tensor, options), group, backend)
-        for output, tensor in pairs
-    ]
+    with calling(group, tag):
+        works = [
+            _watched(torch_border.all_to_all_single(group, output, tensor, options), group, backend)
+            for output, tensor in pairs
+        ]
     return [work if async_op else _ordered(work, backend) for work in works]
 
 
@@ -468,7 +475,8 @@ def exchange(
     backend = backend_of(group, tensor.device)
     meet(group, tag, backend)  # messages differ in size: the tag says what is exchanged
     options = _exchange_options(async_op=True)
-    work = torch_border.all_to_all_single(group, output, tensor, options, sizes)
+    with calling(group, tag):
+        work = torch_border.all_to_all_single(group, output, tensor, options, sizes)
     return _watched(work, group, backend)
 
 
@@ -572,7 +580,8 @@ def packed_all_gather(
     """Gather one staged shard per rank with a comm object."""
     backend = backend_of(group, output.device)
     meet(group, tag, backend, [own])
-    return _checked(comm, comm(output, own, group, async_op=async_op))
+    with calling(group, tag):
+        return _checked(comm, comm(output, own, group, async_op=async_op))
 
 
 def packed_reduce_scatter(
@@ -587,7 +596,8 @@ def packed_reduce_scatter(
 ) -> Work | None:
     """Reduce one staged input with a comm object."""
     meet(group, tag, backend_of(group, output.device), [packed])
-    return _checked(comm, comm(as_real(output), as_real(packed), group, op, async_op=async_op))
+    with calling(group, tag):
+        return _checked(comm, comm(as_real(output), as_real(packed), group, op, async_op=async_op))
 
 
 def _checked(comm: Comm, work: object) -> Work | None:

@@ -27,10 +27,10 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import DistBackendError, ProcessGroup, Work
 
 from fullshard import torch_border
-from fullshard.comm.backends import Backend
+from fullshard.comm.backends import Backend, abort_all
 from fullshard.comm.control_channel import ControlChannel
 from fullshard.comm.journal import (
     POSITION,
@@ -303,8 +303,32 @@ def waiting_for(group: ProcessGroup, tag: Tag) -> Iterator[None]:
         POSITION.waiting = None
 
 
+def refused(group: ProcessGroup, tag: Tag, error: DistBackendError) -> DivergenceError:
+    """Return the error for a collective that the backend refuses, since it has failed before."""
+    abort_all()
+    POSITION.waiting = Waiting(journal_of(group), tag.text, time.monotonic())
+    try:
+        return VERDICT.explain(
+            f"The backend cannot call a collective any more: {tag.text}. It says: {error}. If it has lost a connection, a "
+            "rank has ended, or the network between ranks is cut: see what the other ranks printed last."
+        )
+    finally:
+        POSITION.waiting = None
+
+
+@contextlib.contextmanager
+def calling(group: ProcessGroup, tag: Tag) -> Iterator[None]:
+    """Say why if the backend refuses the collective within."""
+    try:
+        yield
+    except DistBackendError as error:
+        raise refused(group, tag, error) from error
+
+
 def lost_within(text: str, error: RuntimeError) -> DivergenceError:
     """Return the error for a collective that has failed after all ranks had called it."""
+    if isinstance(error, DistBackendError):
+        abort_all()
     return VERDICT.explain(
         f"A collective failed after all ranks had called it: {text}. The backend says: {error}. If it lost a connection, a "
         "rank has ended, or the network between ranks is cut: see what the other ranks printed last."

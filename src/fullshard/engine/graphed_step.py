@@ -20,10 +20,12 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DistBackendError
 
 from fullshard import torch_border
 from fullshard.comm.collectives import texts_of_all_ranks
 from fullshard.comm.journal import POSITION, Journal, journal_of, tag
+from fullshard.comm.meetings import lost_within
 from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine.baked_in import baked_in, changes, kind_of, modes
 from fullshard.engine.captures import StepHook, obstacles_to_capture
@@ -343,7 +345,10 @@ class GraphedStep(Generic[P, R]):
         captured = entry.captured
         assert captured is not None, "all ranks replay only if each has a graph"
         self._run_step_hooks()
-        results: R = captured.replay(inputs)
+        try:
+            results: R = captured.replay(inputs)
+        except DistBackendError as error:
+            raise lost_within(_REPLAY.text, error) from error
         for context in self._contexts:
             context.note_replay()
         # The host calls none of the collectives. One entry says that ranks have done the same.

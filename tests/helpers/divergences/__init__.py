@@ -13,6 +13,7 @@ All ranks run the program; `me.diverges()` is true on the odd one. A divergence 
 difference (`legal=True`) must end well.
 
     python -m tests.helpers.divergences            # prints the table of all kinds
+    python -m tests.helpers.divergences --backend stand-in
 
 The kinds are in the modules of this package; `all_kinds` imports them.
 """
@@ -22,6 +23,7 @@ from __future__ import annotations
 import importlib
 import re
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard.comm.backends import backend_named
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.fake import fake_world
 from tests.helpers.rank_programs import Job, JobResult, Rank
@@ -65,12 +68,19 @@ class Kind:
     """How the other ranks end. Those that wait in torch's own collectives may get a RuntimeError with a note."""
     names: tuple[str, ...]
     """Modules or functions, of which the message must name one."""
+    needs_meetings: bool
+    """Whether it is found only where ranks meet before each collective."""
     is_variant: bool
     """Whether another kind goes the same way. Variants are in the table that is printed, not among the tests."""
 
     def without_divergence(self) -> Kind:
         """Return the same program without an odd rank: all must end well."""
         return replace(self, legal=True, job=replace(self.job, odd=NOBODY))
+
+    def on(self, backend: str, ranks: int = 0) -> Kind:
+        """Return the same on another backend, and on at least so many ranks."""
+        job = replace(self.job, backend=backend, ranks=max(self.job.ranks, ranks))
+        return replace(self, job=job)
 
     def problems(self, result: JobResult) -> list[str]:
         """Return what is wrong with the way a job of this kind ended."""
@@ -138,6 +148,8 @@ def kind(
     odd_ends: str = "DivergenceError",
     others_end: str = "DivergenceError",
     names: Sequence[str] = (),
+    needs_meetings: bool = False,
+    is_apart: bool = False,
     store_on_rank_0: bool = False,
     resumed_after_s: float | None = None,
     tears_down: bool = False,
@@ -151,6 +163,7 @@ def kind(
             ranks=ranks,
             odd=odd,
             store_on_rank_0=store_on_rank_0,
+            is_apart=is_apart,
             resumed_after_s=resumed_after_s,
             tears_down=tears_down,
         )
@@ -164,6 +177,7 @@ def kind(
             odd_ends=odd_ends,
             others_end=others_end,
             names=tuple(names),
+            needs_meetings=needs_meetings,
             is_variant=is_variant,
         )
         return program
@@ -182,7 +196,10 @@ def all_kinds() -> dict[str, Kind]:
 
 WIDTH = 4
 MANY_STEPS = 6
-"""How many steps follow a divergence: enough to notice it, few enough to end soon where nobody does."""
+"""How many steps follow a divergence: enough to notice it, few enough to end soon where no rank does."""
+UNMET_STEPS = 100
+UNMET_PAUSE_S = 0.1
+"""How many steps more, and how far apart, where ranks compare their journals in the background only."""
 
 
 class Block(nn.Module):
@@ -291,6 +308,10 @@ class Training:
     def go_on(self) -> None:
         """Train for long enough that a divergence must show, and end as a good program does."""
         self.steps(MANY_STEPS)
+        if not backend_named(self.me.backend).has_meetings:
+            for _ in range(UNMET_STEPS):
+                time.sleep(UNMET_PAUSE_S)
+                self.steps(1)
         self.end()
 
     def end(self) -> None:

@@ -1,6 +1,6 @@
 """Run kinds of divergence and print them as a table in Markdown.
 
-python -m tests.helpers.divergences [PART OF A NAME ...] [--details]
+python -m tests.helpers.divergences [PART OF A NAME ...] [--backend stand-in] [--ranks 4] [--details]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from fullshard.comm.backends import backend_named
 from tests.helpers.divergences import all_kinds, outcome, plan_operations
 from tests.helpers.rank_programs import Results, start
 
@@ -25,11 +26,17 @@ def main() -> None:
     parser.add_argument(
         "--control", action="store_true", help="let no rank diverge: all must end well"
     )
+    parser.add_argument("--backend", choices=("gloo", "stand-in", "nccl"), default="gloo")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="at least so many, also where a kind needs fewer"
+    )
     arguments = parser.parse_args()
+    meets = backend_named(arguments.backend).has_meetings
     kinds = {
-        name: kind
+        name: kind.on(arguments.backend, arguments.ranks)
         for name, kind in all_kinds().items()
-        if not arguments.parts or any(part in name for part in arguments.parts)
+        if (meets or not kind.needs_meetings)
+        and (not arguments.parts or any(part in name for part in arguments.parts))
     }
     if arguments.control:
         kinds = {name: kind.without_divergence() for name, kind in kinds.items()}

@@ -159,7 +159,7 @@ def a_rank_receives_what_nobody_sends(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["new_group"])
+@kind(names=["new_group"], needs_meetings=True)  # elsewhere ranks connect later
 def a_rank_makes_a_process_group_alone(me: Rank) -> None:
     run = Training(me)
     run.steps(2)

@@ -340,6 +340,15 @@ def a_rank_is_stopped(me: Rank) -> None:
     run.go_on()
 
 
+@kind(ranks=3, odd_ends="SIGKILL", names=["layers", "root"], is_apart=True)
+def a_rank_in_a_container_is_killed(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        kill_at(run, signal.SIGKILL)
+    run.go_on()
+
+
 @kind(ranks=4, odd=2, odd_ends="SIGKILL", names=["layers", "root"])
 def a_rank_of_a_hybrid_mesh_is_killed(me: Rank) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

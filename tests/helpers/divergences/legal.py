@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
@@ -16,6 +17,8 @@ from tests.helpers.rank_programs import Rank
 
 SLOW_S = 8.0
 """Longer than the patience, and a round after it."""
+LOCKED_S = 17.0
+"""Longer than the patience and a round that waits for a silent rank: two seconds more than a divergence may take."""
 
 
 @kind(legal=True)
@@ -43,6 +46,15 @@ def a_rank_is_slow_in_a_layer(me: Rank) -> None:
     run.net.takes_branch = True
     run.steps(2)
     run.end()
+
+
+@kind(legal=True, is_apart=True)
+def a_rank_in_a_container_holds_the_interpreter_lock(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        ctypes.PyDLL(None).usleep(int(LOCKED_S * 1e6))
+    run.go_on()
 
 
 @kind(legal=True, resumed_after_s=1)

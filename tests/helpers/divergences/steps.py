@@ -265,7 +265,7 @@ def a_rank_runs_equal_models_in_another_order_from_the_start(me: Rank) -> None:
     runs[0].go_on()
 
 
-@kind(names=["SGD of layers.1"])
+@kind(names=["SGD of layers.1"], needs_meetings=True)
 def a_rank_steps_another_optimizer(me: Rank) -> None:
     run = Training(me)
     layers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in run.net.layers]
@@ -275,7 +275,7 @@ def a_rank_steps_another_optimizer(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["lr 0.5"])
+@kind(names=["lr 0.5"], needs_meetings=True)
 def a_rank_has_another_learning_rate(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -284,7 +284,7 @@ def a_rank_has_another_learning_rate(me: Rank) -> None:
     run.go_on()
 
 
-@kind(is_variant=True, names=["AdamW"], ranks=3)
+@kind(is_variant=True, names=["AdamW"], ranks=3, needs_meetings=True)
 def a_rank_has_another_optimizer(me: Rank) -> None:
     run = Training(me)
     if me.diverges():
@@ -292,7 +292,7 @@ def a_rank_has_another_optimizer(me: Rank) -> None:
     run.go_on()
 
 
-@kind(is_variant=True, names=["lr 0.5"], ranks=4, odd=2)
+@kind(is_variant=True, names=["lr 0.5"], ranks=4, odd=2, needs_meetings=True)
 def a_replica_has_another_learning_rate(me: Rank) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     run = Training(me, shard(Net(), mesh=mesh))

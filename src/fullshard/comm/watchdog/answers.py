@@ -137,20 +137,25 @@ class Absence:
 ASYNC_WAIT = "Work.wait"
 """How the text of a wait begins, if it is for what was called before, with ``async_op=True``."""
 
-LOST_CONNECTION = (
+_LOST_CONNECTION = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "Socket closed",
 )
-"""What gloo says in a collective whose other rank has gone."""
+"""What gloo says in a collective whose other rank has gone. NCCL's error has a type of its own, `DistBackendError`."""
+
+
+def is_of_lost_connection(exception: str) -> bool:
+    """Return whether an exception, as type and message, comes from a backend that has lost a rank."""
+    return exception.startswith("DistBackendError: ") or any(
+        each in exception for each in _LOST_CONNECTION
+    )
 
 
 def is_consequence(exception: str) -> bool:
     """Return whether an exception, as type and message, tells of another rank: then another one failed first."""
-    return exception.startswith("DivergenceError: ") or any(
-        each in exception for each in LOST_CONNECTION
-    )
+    return exception.startswith("DivergenceError: ") or is_of_lost_connection(exception)
 
 
 # --- encoding ---------------------------------------------------------------------------------------

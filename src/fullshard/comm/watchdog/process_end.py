@@ -2,7 +2,7 @@
 
     an exception reaches the top     `sys.excepthook`, and the end of a process of `multiprocessing`
     ... of a thread                  `threading.excepthook`: the process may live on without the thread that trains
-    ... of a lost connection         the verdict is added to it as a note, since the backend does not know why
+    ... of a lost connection         the verdict is raised from it, since the backend does not know why
     the interpreter ends             `atexit`, which runs before torch tears anything down
     fork                             the child has no watchdog: threads do not survive a fork
 
@@ -26,9 +26,10 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from fullshard.comm.backends import abort_all
 from fullshard.comm.journal import POSITION, Waiting
 from fullshard.comm.verdict import VERDICT
-from fullshard.comm.watchdog.answers import LOST_CONNECTION
+from fullshard.comm.watchdog.answers import is_of_lost_connection
 from fullshard.errors import FullshardError, exception_text
 from fullshard.storage import mixed_tensors
 
@@ -107,8 +108,8 @@ def _end_child() -> None:
     _end(None if is_well else error)
 
 
-def _explain(error: BaseException) -> None:
-    """Add the watchdog's verdict to an error about a lost connection, in a collective that is not ours.
+def _explained(error: BaseException) -> BaseException:
+    """Return the watchdog's verdict for an error about a lost connection, in a collective that is not ours.
 
     An error about sharded parameters gets its remedy, too: it was raised outside of all forwards.
     """
@@ -117,15 +118,19 @@ def _explain(error: BaseException) -> None:
     if (
         is_ours
         or not isinstance(error, RuntimeError)
-        or not any(each in exception_text(error) for each in LOST_CONNECTION)
+        or not is_of_lost_connection(exception_text(error))
     ):
-        return
+        return error
+    if isinstance(error, dist.DistBackendError):
+        abort_all()
     # So that the watchdogs see a rank that waits for the one that has gone.
     POSITION.waiting = Waiting(None, "a collective of torch.distributed", time.monotonic())
-    verdict = str(VERDICT.explain(""))
+    verdict = VERDICT.explain("")
     POSITION.waiting = None
-    if verdict:
-        error.add_note(verdict)
+    if not str(verdict):
+        return error
+    verdict.__cause__ = error
+    return verdict
 
 
 def _chained_in_threads(
@@ -146,9 +151,11 @@ def _chained(hook: _Hook) -> _Hook:
     def chained(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> object:
-        _explain(error)
+        explained = _explained(error)
         try:
-            return hook(kind, error, traceback)
+            if explained is error:
+                return hook(kind, error, traceback)
+            return hook(type(explained), explained, explained.__traceback__)
         finally:
             _end(error)
 

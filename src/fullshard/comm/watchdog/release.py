@@ -13,35 +13,17 @@ import ctypes
 import gc
 import ipaddress
 import socket
-import threading
-from collections.abc import Callable
 
-import torch
-
-from fullshard import torch_border
-from fullshard.comm.backends import backends_in_use, backends_of
+from fullshard.comm.backends import abort_all, backends_in_use
 from fullshard.comm.watchdog.connections import name_of, peer_of, tcp_sockets
 from fullshard.errors import DivergenceError
 
 
 def abort_collectives(store_port: int | None) -> None:
     """Let all collectives of this process fail that have not ended; the process groups cannot be used any more."""
-    # Aborting may take long by itself, if a kernel does not end.
-    for abort in aborts():
-        threading.Thread(target=abort, name="fullshard-watchdog-abort", daemon=True).start()
+    abort_all()
     if any(not each.has_aborts for each in backends_in_use()):
         _shut_connections_down(store_port)
-
-
-def aborts() -> list[Callable[[], None]]:
-    """Return the functions that end all collectives of this process, where backends have such; each may take long."""
-    found = []
-    for group in torch_border.all_groups():
-        for kind, backend in backends_of(group).items():
-            if backend.has_aborts:
-                with contextlib.suppress(RuntimeError):  # never used
-                    found.append(torch_border.abort_of(group, torch.device(kind)))
-    return found
 
 
 def raise_in(thread: int, message: str) -> None:

@@ -455,7 +455,7 @@ class Watchdog:
         is_urgent = VERDICT.wanted.is_set() or self._is_urgent
         if wait is None or (wait.seconds < self._patience and not is_urgent):
             return  # nobody waits; the store may be gone because all is done
-        if error.is_late and now >= self._next_complaint:
+        if error.is_late and now - since >= self._patience and now >= self._next_complaint:
             self._next_complaint = now + FIRST_REPEAT_S
             logger.warning(
                 "Rank %d waits, and %s, for %.0f s so far. Nothing is proven, so it goes on waiting, for %.0f s "
