@@ -22,7 +22,6 @@ import atexit
 import ctypes
 import faulthandler
 import gc
-import importlib
 import json
 import os
 import select
@@ -42,6 +41,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import DivergenceError, exception_message
+from tests.helpers import stand_in  # noqa: F401 (so that torch and fullshard know it)
 from tests.helpers.preloaded import be_main_process
 from tests.helpers.ranks import FORK_SERVER
 from tests.helpers.torch_costs import spare_torch_costs
@@ -485,8 +485,6 @@ def _end_like(process: int) -> NoReturn:
 
 def _join(backend: str) -> None:
     """Make the default process group."""
-    if backend == "stand-in":
-        importlib.import_module("tests.helpers.stand_in")
     device = None
     if backend == "nccl":
         device = torch.device("cuda", 0)

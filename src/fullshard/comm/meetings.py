@@ -306,11 +306,13 @@ def waiting_for(group: ProcessGroup, tag: Tag) -> Iterator[None]:
 def refused(group: ProcessGroup, tag: Tag, error: DistBackendError) -> DivergenceError:
     """Return the error for a collective that the backend refuses, since it has failed before."""
     abort_all()
-    POSITION.waiting = Waiting(journal_of(group), tag.text, time.monotonic())
+    journal = journal_of(group)
+    POSITION.waiting = Waiting(journal, tag.text, time.monotonic())
     try:
         return VERDICT.explain(
-            f"The backend cannot call a collective any more: {tag.text}. It says: {error}. If it has lost a connection, a "
-            "rank has ended, or the network between ranks is cut: see what the other ranks printed last."
+            f"A backend must not fail, but that of rank {journal.ranks[journal.rank]} cannot call {tag.text} any more. It says: "
+            f"{error}. If it has lost a connection, a rank has ended, or the network between ranks is cut: see what the other "
+            "ranks printed last."
         )
     finally:
         POSITION.waiting = None

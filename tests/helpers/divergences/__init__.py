@@ -37,7 +37,7 @@ from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.comm.backends import backend_named
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.fake import fake_world
-from tests.helpers.rank_programs import Job, JobResult, Rank
+from tests.helpers.rank_programs import Job, JobResult, Rank, why_not_apart
 
 LIMIT_S = 15.0
 """How long after the divergence the last rank may end, on a machine that has a processor whenever a rank needs one."""
@@ -70,12 +70,23 @@ class Kind:
     """Modules or functions, of which the message must name one."""
     needs_meetings: bool
     """Whether it is found only where ranks meet before each collective."""
+    needs_aborts: bool
+    """Whether it can happen only on a backend with an abort."""
     is_variant: bool
     """Whether another kind goes the same way. Variants are in the table that is printed, not among the tests."""
 
     def without_divergence(self) -> Kind:
         """Return the same program without an odd rank: all must end well."""
         return replace(self, legal=True, job=replace(self.job, odd=NOBODY))
+
+    def why_not_on(self, backend: str) -> str | None:
+        """Return why it cannot be shown on a backend, if so."""
+        manners = backend_named(backend)
+        if self.needs_meetings and not manners.has_meetings:
+            return f"ranks do not meet before each collective on {backend}"
+        if self.needs_aborts and not manners.has_aborts:
+            return f"{backend} has no abort"
+        return why_not_apart() if self.job.is_apart else None
 
     def on(self, backend: str, ranks: int = 0) -> Kind:
         """Return the same on another backend, and on at least so many ranks."""
@@ -149,6 +160,7 @@ def kind(
     others_end: str = "DivergenceError",
     names: Sequence[str] = (),
     needs_meetings: bool = False,
+    needs_aborts: bool = False,
     is_apart: bool = False,
     store_on_rank_0: bool = False,
     resumed_after_s: float | None = None,
@@ -178,6 +190,7 @@ def kind(
             others_end=others_end,
             names=tuple(names),
             needs_meetings=needs_meetings,
+            needs_aborts=needs_aborts,
             is_variant=is_variant,
         )
         return program

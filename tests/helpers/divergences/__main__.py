@@ -11,7 +11,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from fullshard.comm.backends import backend_named
 from tests.helpers.divergences import all_kinds, outcome, plan_operations
 from tests.helpers.rank_programs import Results, start
 
@@ -31,11 +30,10 @@ def main() -> None:
         "--ranks", type=int, default=0, help="at least so many, also where a kind needs fewer"
     )
     arguments = parser.parse_args()
-    meets = backend_named(arguments.backend).has_meetings
     kinds = {
         name: kind.on(arguments.backend, arguments.ranks)
         for name, kind in all_kinds().items()
-        if (meets or not kind.needs_meetings)
+        if kind.why_not_on(arguments.backend) is None
         and (not arguments.parts or any(part in name for part in arguments.parts))
     }
     if arguments.control:

@@ -340,6 +340,28 @@ def a_rank_is_stopped(me: Rank) -> None:
     run.go_on()
 
 
+@kind(ranks=3, odd_ends="SIGKILL", names=["layers", "root"])
+def a_rank_is_killed_while_others_compute(me: Rank) -> None:
+    """The backend notes it in the background, and refuses the next call."""
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(torch.ones(()), async_op=True)
+    while not work.is_completed():
+        time.sleep(0.01)
+    run.go_on()
+
+
+@kind(odd_ends="DivergenceError", names=["layers", "root"], needs_aborts=True)
+def a_rank_aborts_its_process_group(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        dist.group.WORLD.abort()
+    run.go_on()
+
+
 @kind(ranks=3, odd_ends="SIGKILL", names=["layers", "root"], is_apart=True)
 def a_rank_in_a_container_is_killed(me: Rank) -> None:
     run = Training(me)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import guarded_step, register_fsdp_forward_method
-from tests.helpers.divergences import Block, Net, Training, kind, shard
+from tests.helpers.divergences import (
+    UNMET_PAUSE_S,
+    UNMET_STEPS,
+    Block,
+    Net,
+    Training,
+    kind,
+    shard,
+)
 from tests.helpers.rank_programs import Rank
 
 
@@ -263,6 +272,46 @@ def a_rank_runs_equal_models_in_another_order_from_the_start(me: Rank) -> None:
     for run in reversed(runs) if me.diverges() else runs:
         run.steps(1)
     runs[0].go_on()
+
+
+@kind(names=["layers.0", "layers.1"], ranks=3)
+def a_rank_evaluates_in_another_order(me: Rank) -> None:
+    """The blocks are equal, so every collective finds its size, and no step of an optimizer follows."""
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.net.order = [1, 0, 2]
+    evaluate(run)
+
+
+@kind(is_variant=True, names=["layers.0", "layers.1"])
+def a_rank_accumulates_in_another_order(me: Rank) -> None:
+    run = Training(me)
+    if me.diverges():
+        run.net.order = [1, 0, 2]
+    for _ in range(UNMET_STEPS):
+        run.loss().backward()
+        time.sleep(UNMET_PAUSE_S)
+
+
+@kind(is_variant=True, names=["layers.0", "layers.1"])
+def a_rank_evaluates_once_in_another_order(me: Rank) -> None:
+    run = Training(me)
+    run.steps(2)
+    if me.diverges():
+        run.net.order = [1, 0, 2]
+    with torch.no_grad():
+        run.model(run.batch())
+    run.net.order = [0, 1, 2]
+    evaluate(run)
+
+
+def evaluate(run: Training) -> None:
+    """Evaluate for as long as it takes that a divergence must show."""
+    with torch.no_grad():
+        for _ in range(UNMET_STEPS):
+            run.model(run.batch())
+            time.sleep(UNMET_PAUSE_S)
 
 
 @kind(names=["SGD of layers.1"], needs_meetings=True)
