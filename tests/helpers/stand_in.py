@@ -254,6 +254,7 @@ class StandIn(_AnyProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Destroy the communicator."""
+        super().shutdown()  # what fullshard does before
         self.communicator.destroy()
 
     # --- collectives --------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The end of a process while one of its threads still writes a checkpoint.
 
-    the main thread has ended well    the process waits for the checkpoint
+    the main thread has ended well    the process waits for the checkpoint, and so does the end of a process group
     the main thread has failed        the process ends: other ranks, and the launcher, must see that
 
 Python has no such threads: a process always waits for an ordinary thread, and never for a daemon.
@@ -17,6 +17,8 @@ import threading
 import weakref
 from multiprocessing.util import Finalize
 from typing import ClassVar
+
+from fullshard import torch_border
 
 
 class _ExitState:
@@ -39,6 +41,14 @@ def join_at_exit(thread: threading.Thread) -> None:
         threading._register_atexit(_wait)  # type: ignore[attr-defined]
         Finalize(None, _note_failure_of_child, exitpriority=0)
     _ExitState.threads.add(thread)
+    torch_border.before_shutdown(_wait_before_shutdown)
+
+
+def _wait_before_shutdown() -> None:
+    """Wait for the threads before a process group is destroyed: they communicate. Not if an error is on its way."""
+    if sys.exc_info()[1] is None and threading.current_thread() not in _ExitState.threads:
+        for thread in list(_ExitState.threads):
+            thread.join()
 
 
 def _wait() -> None:

@@ -14,6 +14,7 @@ After a capture they meet again: if it has failed on one of them, none replays.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -329,6 +330,8 @@ class GraphedStep(Generic[P, R]):
             raise ConfigurationError(
                 "it has a step of an optimizer that was not given as optimizer=..., so its learning rate could never change"
             )
+        _CAPTURED.add(self)
+        torch_border.before_shutdown(_drop_graphs)
         self._baked = baked_in(self._model, self._states, self._optimizer)
         entry.runs = 0
         logger.info(
@@ -385,6 +388,16 @@ class GraphedStep(Generic[P, R]):
     @property
     def _journals(self) -> list[Journal]:
         return [journal_of(group) for group in process_groups(self._states)]
+
+
+_CAPTURED: weakref.WeakSet[GraphedStep[Any, Any]] = weakref.WeakSet()
+"""The steps that have graphs."""
+
+
+def _drop_graphs() -> None:
+    """Drop all graphs before a process group is destroyed: NCCL waits until none holds its communicator any more."""
+    for each in list(_CAPTURED):
+        each.reset()
 
 
 class _Rates:

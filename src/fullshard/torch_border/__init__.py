@@ -135,6 +135,7 @@ from fullshard.torch_border.process_groups import (
     allocate_tensor as allocate_tensor,
     allocates_tensors as allocates_tensors,
     arrived as arrived,
+    before_shutdown as before_shutdown,
     choose_symmetric_backend as choose_symmetric_backend,
     default_store as default_store,
     exists as exists,

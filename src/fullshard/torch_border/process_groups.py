@@ -206,6 +206,31 @@ def all_groups() -> list[ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+def before_shutdown(call: Callable[[], None]) -> None:
+    """Call a function whenever ``destroy_process_group`` is about to end the collectives of a group; registered once.
+
+    It is torch's method for that which is given a frame: programs may have imported the function before.
+    """
+    _observe_shutdowns()
+    if call not in _BEFORE_SHUTDOWN:
+        _BEFORE_SHUTDOWN.append(call)
+
+
+_BEFORE_SHUTDOWN: list[Callable[[], None]] = []
+
+
+@functools.cache
+def _observe_shutdowns() -> None:
+    original = ProcessGroup.shutdown
+
+    def shutdown(self: ProcessGroup) -> None:
+        for call in _BEFORE_SHUTDOWN:
+            call()
+        original(self)
+
+    cast(Any, ProcessGroup).shutdown = functools.update_wrapper(shutdown, original)
+
+
 @functools.cache
 def observe_waits() -> None:
     """Let a watchdog see, from now on, that a thread waits for a collective which was called with ``async_op=True``.

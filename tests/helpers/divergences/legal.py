@@ -138,7 +138,7 @@ def a_rank_waits_for_an_asynchronous_collective_before_others_do(me: Rank) -> No
     work.wait()
     if me.number == 0:
         dist.recv(torch.ones(()), src=1)
-    else:
+    elif me.number == 1:
         time.sleep(SLOW_S)
         dist.send(torch.ones(()), dst=0)
     run.go_on()

@@ -128,7 +128,7 @@ def a_tensor_parallel_rank_skips_a_layer(me: Rank) -> None:
     is_variant=True, others_end=TORCH, ranks=2, names=["layers.1", "all_reduce"], odd_ends="Mishap"
 )
 def a_rank_with_only_tensor_parallel_neighbours_raises(me: Rank) -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (1, me.world_size), mesh_dim_names=("dp", "tp"))
     run = Training(me, shard(tensor_parallel(mesh), mesh=mesh["dp"]))
     run.steps(2)
     if me.diverges():
