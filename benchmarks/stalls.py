@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.report import header, headline
 from fullshard import DivergenceError, fully_shard
 from fullshard.comm.watchdog import rounds, silences, stalls, thread
-from tests.helpers.rank_programs import ENVIRONMENTS, be_apart
+from tests.helpers.backends import ENVIRONMENTS
+from tests.helpers.rank_programs import be_apart
 
 LONGEST_S = 60.0
 ENDS_S = 120.0

@@ -56,6 +56,22 @@ def world() -> Iterator[Callable[[int], World]]:
 
 
 @pytest.fixture(scope="session")
+def world_of() -> Iterator[Callable[[int, str], World]]:
+    """Like `world`, with a backend: "gloo", "stand-in", or "nccl" with all ranks on one GPU."""
+    from tests.helpers.ranks import RankPool, World
+
+    pool = RankPool()
+    yield partial(World, pool)
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def nccl_world(world_of: Callable[[int, str], World]) -> Callable[[int], World]:
+    """The same, on NCCL."""
+    return lambda size: world_of(size, "nccl")
+
+
+@pytest.fixture(scope="session")
 def preloaded_python() -> Iterator[str]:
     from tests.helpers import preloaded
 

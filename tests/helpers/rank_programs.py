@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import DivergenceError, exception_message
-from tests.helpers import stand_in  # noqa: F401 (so that torch and fullshard know it)
+from tests.helpers.backends import ENVIRONMENTS, own_device
 from tests.helpers.preloaded import be_main_process
 from tests.helpers.ranks import FORK_SERVER
 from tests.helpers.torch_costs import spare_torch_costs
@@ -57,20 +57,6 @@ STACKS_S = 1.0
 
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNS, CLONE_NEWPID = 0x20000, 0x20000000
-
-ENVIRONMENTS = {
-    # As docs/divergence.md asks for: otherwise torch ends processes before any of them can say why.
-    "stand-in": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"},
-    "nccl": {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
-        "NCCL_CUMEM_ENABLE": "0",
-    },
-}
-"""By backend, variables of its ranks."""
 
 
 @dataclass(kw_only=True)
@@ -402,8 +388,6 @@ def _fork_rank(job: Job, number: int, folder: Path, port: int) -> int:
             GLOO_SOCKET_IFNAME="lo",
         )
         os.environ.update(ENVIRONMENTS.get(job.backend, {}))
-        if job.backend == "nccl":
-            os.environ["NCCL_HOSTID"] = f"host{number}"  # or NCCL refuses two ranks of one device
         me = Rank(
             number=number,
             world_size=job.ranks,
@@ -425,7 +409,10 @@ def _run(program: Callable[[Rank], None], me: Rank) -> int:
 
     try:
         sys.excepthook = hook
-        _join(me.backend)
+        device = own_device(me.backend, me.number)
+        if device is not None:
+            torch.set_default_device(device)
+        dist.init_process_group(me.backend, device_id=device)
         torch.manual_seed(0)
         program(me)
     except SystemExit as end:
@@ -481,16 +468,6 @@ def _end_like(process: int) -> NoReturn:
         signal.signal(256 - code, signal.SIG_DFL) if 256 - code != signal.SIGKILL else None
         os.kill(os.getpid(), 256 - code)
     os._exit(code)
-
-
-def _join(backend: str) -> None:
-    """Make the default process group."""
-    device = None
-    if backend == "nccl":
-        device = torch.device("cuda", 0)
-        torch.cuda.set_device(device)
-        torch.set_default_device(device)
-    dist.init_process_group(backend, device_id=device)
 
 
 def _end(code: int, *, tears_down: bool) -> None:

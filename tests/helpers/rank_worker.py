@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.journal import POSITION
+from tests.helpers.backends import ENVIRONMENTS, own_device
 from tests.helpers.groups import leave_group, spare_collections
 from tests.helpers.life_cycle import check_every_change_of_state
 from tests.helpers.torch_costs import spare_torch_costs
@@ -51,6 +52,7 @@ class Job:
     world_size: int
     store: Path
     group_timeout: timedelta
+    backend: str
     call: bytes
 
 
@@ -148,9 +150,11 @@ def _watch_parent(connection: Connection, folder: Path, inbox: queue.SimpleQueue
 
 def _run(job: Job) -> Report:
     gc.freeze()  # see `leave_group`
+    os.environ.update(ENVIRONMENTS.get(job.backend, {}))
     try:
         dist.init_process_group(
-            "gloo",
+            job.backend,
+            device_id=own_device(job.backend, job.rank),
             rank=job.rank,
             world_size=job.world_size,
             store=dist.FileStore(str(job.store), job.world_size),

@@ -73,17 +73,17 @@ class RankError(AssertionError):
 class World:
     """The first `size` ranks of the pool."""
 
-    def __init__(self, pool: "RankPool", size: int) -> None:
+    def __init__(self, pool: "RankPool", size: int, backend: str = "gloo") -> None:
         if not 1 <= size <= MAX_RANKS:
             raise ValueError(f"A world has 1 to {MAX_RANKS} ranks, got {size}.")
         self.size = size
-        self._pool = pool
+        self._pool, self._backend = pool, backend
 
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout_s: float = JOB_TIMEOUT_S, **kwargs: Any
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on every rank and return the results by rank."""
-        reports = self._pool.run(self.size, pickled((fn, args, kwargs)), timeout_s)
+        reports = self._run(pickled((fn, args, kwargs)), timeout_s)
         failures = _failures(reports)
         if failures:
             raise RankError(failures)
@@ -97,11 +97,14 @@ class World:
         Crashes and hangs are still raised. An exception that does not pickle is replaced by a
         `StandInError`.
         """
-        reports = self._pool.run(self.size, pickled((fn, args, kwargs)), timeout_s)
+        reports = self._run(pickled((fn, args, kwargs)), timeout_s)
         return [
             pickle.loads(report.result) if report.error is None else report.error
             for report in (reports[rank] for rank in range(self.size))
         ]
+
+    def _run(self, call: bytes, timeout_s: float) -> dict[int, Report]:
+        return self._pool.run(self.size, call, timeout_s, self._backend)
 
 
 class RankPool:
@@ -112,8 +115,10 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._num_jobs = 0
 
-    def run(self, size: int, call: bytes, timeout_s: float) -> dict[int, Report]:
-        """Make the pickled call on `size` ranks; return their reports in order of arrival."""
+    def run(
+        self, size: int, call: bytes, timeout_s: float, backend: str = "gloo"
+    ) -> dict[int, Report]:
+        """Make the pickled call on `size` ranks of a backend; return their reports in order of arrival."""
         try:
             folder = self._start(size)
             ranks = self._ranks[:size]
@@ -125,6 +130,7 @@ class RankPool:
                     store=folder / f"store{self._num_jobs}",
                     # Longer than the job: our stacks say more than gloo's timeout.
                     group_timeout=timedelta(seconds=timeout_s + 60),
+                    backend=backend,
                     call=call,
                 )
                 rank.send(pickle.dumps(job))

@@ -219,6 +219,11 @@ UNMET_PAUSE_S = 0.1
 """How many steps more, and how far apart, where ranks compare their journals in the background only."""
 
 
+def device_type() -> str:
+    """Return the type of device that ranks train on."""
+    return torch.get_default_device().type
+
+
 class Block(nn.Module):
     """Two parameters of equal size."""
 
@@ -262,7 +267,7 @@ def shard(net: Net, **options: Any) -> Net:
 def wrap(net: Net, **options: Any) -> FullyShardedDataParallel:
     """Wrap each block and the root."""
     policy = ModuleWrapPolicy({Block})
-    arguments = {"auto_wrap_policy": policy, "device_id": torch.device("cpu"), **options}
+    arguments = {"auto_wrap_policy": policy, "device_id": torch.device(device_type()), **options}
     return FullyShardedDataParallel(net, **arguments)
 
 

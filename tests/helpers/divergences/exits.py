@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.helpers.divergences import WRAPPER, Net, Training, kind, shard, wrap
+from tests.helpers.divergences import WRAPPER, Net, Training, device_type, kind, shard, wrap
 from tests.helpers.rank_programs import Rank
 
 
@@ -373,7 +373,7 @@ def a_rank_in_a_container_is_killed(me: Rank) -> None:
 
 @kind(ranks=4, odd=2, odd_ends="SIGKILL", names=["layers", "root"])
 def a_rank_of_a_hybrid_mesh_is_killed(me: Rank) -> None:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = dist.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
     run = Training(me, shard(Net(), mesh=mesh))
     run.steps(2)
     if me.diverges():

@@ -21,7 +21,17 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fullshard import ShardingStrategy
-from tests.helpers.divergences import WIDTH, WRAPPER, Block, Net, Training, kind, shard, wrap
+from tests.helpers.divergences import (
+    WIDTH,
+    WRAPPER,
+    Block,
+    Net,
+    Training,
+    device_type,
+    kind,
+    shard,
+    wrap,
+)
 from tests.helpers.divergences.exits import raise_mishap
 from tests.helpers.divergences.legal import SLOW_S
 from tests.helpers.rank_programs import Rank
@@ -31,7 +41,7 @@ TORCH = "DivergenceError or RuntimeError"
 
 
 def square(*names: str) -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    return init_device_mesh(device_type(), (2, 2), mesh_dim_names=names)
 
 
 # --- hybrid sharding ----------------------------------------------------------------------------------------------
@@ -128,7 +138,7 @@ def a_tensor_parallel_rank_skips_a_layer(me: Rank) -> None:
     is_variant=True, others_end=TORCH, ranks=2, names=["layers.1", "all_reduce"], odd_ends="Mishap"
 )
 def a_rank_with_only_tensor_parallel_neighbours_raises(me: Rank) -> None:
-    mesh = init_device_mesh("cpu", (1, me.world_size), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (1, me.world_size), mesh_dim_names=("dp", "tp"))
     run = Training(me, shard(tensor_parallel(mesh), mesh=mesh["dp"]))
     run.steps(2)
     if me.diverges():
@@ -162,7 +172,7 @@ class Pipeline:
                 _Chunk(model),
                 number,
                 self.num_stages,
-                torch.device("cpu"),
+                torch.device(device_type()),
                 group=mesh["pp"].get_group(),
             )
             for number, model in zip(self.stage_numbers, self.models, strict=True)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 import fullshard
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from tests.helpers.divergences import Block, Net, Training, kind, shard
+from tests.helpers.divergences import Block, Net, Training, device_type, kind, shard
 from tests.helpers.rank_programs import Rank
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -162,8 +162,8 @@ def a_rank_has_another_version(me: Rank) -> None:
 
 @kind(names=["layers", "mesh"], ranks=4, odd=2)
 def a_rank_shards_over_fewer_ranks(me: Rank) -> None:
-    everyone = dist.init_device_mesh("cpu", (4,))
-    pairs = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    everyone = dist.init_device_mesh(device_type(), (4,))
+    pairs = dist.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "inner"))
     Training(me, shard(Net(), mesh=pairs["inner"] if me.diverges() else everyone)).go_on()
 
 

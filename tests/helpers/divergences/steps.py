@@ -20,6 +20,7 @@ from tests.helpers.divergences import (
     Block,
     Net,
     Training,
+    device_type,
     kind,
     shard,
 )
@@ -343,7 +344,7 @@ def a_rank_has_another_optimizer(me: Rank) -> None:
 
 @kind(is_variant=True, names=["lr 0.5"], ranks=4, odd=2, needs_meetings=True)
 def a_replica_has_another_learning_rate(me: Rank) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
     run = Training(me, shard(Net(), mesh=mesh))
     run.steps(2)
     if me.diverges():
