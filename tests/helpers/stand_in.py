@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -400,7 +400,7 @@ def _reduce_scatter(gloo: Any, output: Tensor, tensor: Tensor, options: Any) -> 
     operation = options.reduceOp if options is not None else dist.ReduceOp.SUM
     is_average = operation == dist.ReduceOp.AVG
     reduced = dist.AllreduceOptions()
-    reduced.reduceOp = dist.ReduceOp.SUM if is_average else operation
+    reduced.reduceOp = cast(Any, dist.ReduceOp.SUM if is_average else operation)
     gloo.allreduce([whole], reduced).wait()
     part = whole.view(gloo.size(), -1)[gloo.rank()]
     output.detach().view(-1).copy_(part / gloo.size() if is_average else part)

@@ -218,6 +218,20 @@ def test_the_command_keeps_onednn_off_amx(monkeypatch: pytest.MonkeyPatch) -> No
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
 
 
+def test_the_command_lets_nccl_keep_the_process_unless_the_user_has_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fullshard", "--version"])
+    for chosen, kept in ((None, "2"), ("3", "3")):
+        if chosen is None:
+            monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+        else:
+            monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", chosen)
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == kept
+
+
 def test_the_documentation_has_all_fields_as_the_command_lists_them() -> None:
     result = CliRunner().invoke(cli.build_app(), ["train", "--fields"])
     assert result.exit_code == 0

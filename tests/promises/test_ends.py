@@ -26,7 +26,7 @@ def save_slowly(run: Training, me: Rank) -> threading.Event:
         may_write.wait()
         return write(*args)
 
-    save_plan._write_own_file = wait_and_write
+    save_plan._write_own_file = wait_and_write  # type: ignore[assignment]
     checkpoint.async_save(me.folder / "saved", run.model, run.optimizer)
     return may_write
 

@@ -86,7 +86,7 @@ def async_save(
     thread does the rest.
 
     An error of the thread is raised by the returned object's `wait`, or else by the next `save` or `async_save`.
-    Wait before you destroy the process group. A process that ends waits for the thread, unless an error has ended its main
+    A process group that is destroyed, and a process that ends, wait for the thread, unless an error has ended its main
     thread: then it ends at once, and the old checkpoint stays.
 
     Args:

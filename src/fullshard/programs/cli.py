@@ -35,6 +35,7 @@ def main() -> None:
         return
     open_standard_streams()
     program.cap_cpu_instructions()
+    program.keep_process_after_nccl_errors()
     try:
         app = build_app()
     except ModuleNotFoundError as error:

@@ -52,6 +52,14 @@ def cap_cpu_instructions() -> None:
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
+def keep_process_after_nccl_errors() -> None:
+    """Let NCCL's process groups end their collectives after an error, and not the process, unless the user has chosen.
+
+    Otherwise a thread of torch aborts the process before any rank can say which one has failed.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """A program, as Python's command line names it."""
@@ -85,6 +93,7 @@ def main(arguments: list[str], command: str) -> None:
         program, is_listing = _read(arguments, USAGE.format(command=command))
         source = _source(program)
         cap_cpu_instructions()
+        keep_process_after_nccl_errors()
         if not sys.flags.safe_path:  # python -P: the first folder is an ordinary one
             sys.path[0] = program.import_folder
         _install(is_listing)

@@ -287,7 +287,7 @@ def abort_of(group: ProcessGroup, device: torch.device) -> Callable[[], None]:
 
     RuntimeError if the group has no backend for the device.
     """
-    return cast(Callable[[], None], group._get_backend(device).abort)
+    return group._get_backend(device).abort
 
 
 def pending_in_backend() -> str:
