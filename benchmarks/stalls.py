@@ -96,7 +96,7 @@ def run_rank(place: Place) -> None:
     dist.init_process_group(place.backend, store=store, rank=place.rank, world_size=place.ranks)
     draw = random.Random(place.seed)  # the same on all ranks
     if place.kill:
-        victim, at = draw.randrange(place.ranks), draw.randrange(2, place.steps)
+        victim, at = draw.randrange(place.ranks), draw.randrange(2, place.steps // 2)
         late = draw.random() * LONGEST_S / place.scale / 4
         kill = (at, late) if victim == place.rank else None
     else:
