@@ -53,7 +53,7 @@ def fails_while_it_saves(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
     try:
-        save_slowly(run, me)  # for good, and nobody waits for it
+        save_slowly(run, me)  # for good: no process waits for it
         if me.diverges():
             raise ValueError("a bad sample")
         run.go_on()
