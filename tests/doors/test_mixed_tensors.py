@@ -65,11 +65,11 @@ def test_a_weight_that_is_used_outside_of_all_forwards_has_its_remedy_at_the_pro
         model = sharded()
         with pytest.raises(RuntimeError) as caught:
             F.linear(torch.ones(2, 4), model.first.weight)
-        process_end._explain(caught.value)
-        process_end._explain(caught.value)
+        process_end._explained(caught.value)
+        process_end._explained(caught.value)
         assert notes(caught.value).count("param.full_tensor() on all ranks") == 1
     other = RuntimeError("something else")
-    process_end._explain(other)
+    process_end._explained(other)
     assert not notes(other)
 
 

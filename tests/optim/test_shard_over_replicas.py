@@ -33,9 +33,9 @@ from fullshard import (
     fully_shard,
     replicate,
 )
-from fullshard.comm import collectives
+from fullshard.comm.backends import NOTHING
 from fullshard.engine.tensor_trees import map_tensors
-from fullshard.optim import EMA, AdamW8bit, Muon, ShardedOptimizer
+from fullshard.optim import EMA, AdamW8bit, Muon, ShardedOptimizer, block_units, param_cuts
 from fullshard.optim.fused_shards import local_of
 from fullshard.sharded_grad_scaler import ShardedGradScaler
 from fullshard.wrap import ModuleWrapPolicy
@@ -508,7 +508,10 @@ def refusals() -> list[str]:
         ),
         ConfigurationError,
     )
-    with patch.object(collectives, "backend_of", return_value="nothing"):
+    with (
+        patch.object(param_cuts, "backend_of", return_value=NOTHING),
+        patch.object(block_units, "backend_of", return_value=NOTHING),
+    ):
         for make in (partial(over_replicas, optim.AdamW), Muon):
             refuse(lambda make=make: make(matrices_of(model)), ConfigurationError)
     optimizer = over_replicas(optim.AdamW, model.parameters())

@@ -20,18 +20,14 @@ from tests.helpers.rank_programs import JobResult, Results, start
 ON_STAND_IN = (
     "a_rank_is_slow_in_a_layer",
     "a_rank_raises_in_forward",
-    "a_rank_raises_in_backward",
     "a_rank_has_less_data",
-    "a_rank_calls_sys_exit",
     "a_rank_is_killed",
     "a_rank_is_killed_while_others_compute",
     "a_rank_in_a_container_is_killed",
-    "a_rank_of_a_hybrid_mesh_is_killed",
     "the_rank_with_the_store_is_killed",
     "a_rank_aborts_its_process_group",
     "a_tensor_parallel_rank_raises_in_forward",
     "a_rank_waits_for_a_collective_that_it_called_alone",
-    "a_rank_skips_a_layer",
     "a_rank_evaluates_in_another_order",
     "a_rank_calls_equal_layers_in_another_order_later",
 )

@@ -367,6 +367,8 @@ comm/verdict.py::Verdict.raise_if_diverged
      | communication/test_meetings::test_a_wait_ends_with_the_verdict_of_the_watchdog | promises/test_divergence::test_every_rank_ends_soon_and_is_told_why
 comm/verdict.py::Verdict.explain
      | communication/test_meetings::test_a_rank_that_has_gone_is_named_at_once | promises/test_divergence::test_every_rank_ends_soon_and_is_told_why
+comm/watchdog/thread.py::Watchdog._judge_alone
+    Nothing is proven | communication/test_silent_hosts::test_ranks_go_on_when_the_network_comes_back_and_end_when_it_does_not | communication/test_watchdog::test_survivors_name_the_rank_that_is_gone_and_wait_for_one_that_is_slow
 comm/watchdog/stalls.py::StallReports.note
     %s | communication/test_watchdog_observation::test_a_stall_is_noted_once_and_printed_less_and_less_often_by_one_rank | communication/test_watchdog_judge::test_a_rank_in_its_own_code_is_slow_and_its_line_is_named
 plan/mesh.py::_check_order

@@ -111,8 +111,9 @@ class Journal:
         """Note a collective that is about to be called."""
         POSITION.moved = time.monotonic()
         count = self.count + 1
-        self.tags[count % RING] = tag
-        self.digest = self._digests[count % RING] = (self.digest * 31 + tag.number) & _MASK
+        place = count % RING
+        self.tags[place] = tag
+        self.digest = self._digests[place] = (self.digest * 31 + tag.number) & _MASK
         self.count = count  # at last: another thread finds everything else in place
 
     def withdraw(self, digest: int) -> None:
