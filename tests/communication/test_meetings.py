@@ -14,7 +14,7 @@ import fullshard
 from fullshard import DivergenceError
 from fullshard.comm import collectives, meetings
 from fullshard.comm.backends import backend_named
-from fullshard.comm.control_channel import ControlChannel
+from fullshard.comm.control_channel import ControlChannel, closed_connections
 from fullshard.comm.journal import POSITION, RING, Journal, journal_of, tag
 from fullshard.comm.verdict import VERDICT
 from fullshard.errors import ranks_text
@@ -114,11 +114,15 @@ def test_all_ranks_hear_what_each_says(world, ranks: int) -> None:
 
 def leaves_or_waits() -> str:
     ours = channel()
+    assert closed_connections(ours.journal) == set()
+    dist.barrier()
     if dist.get_rank() == 1:
         ours.close()
         return ""
     with pytest.raises(DivergenceError) as caught:
         ours.agree(1)
+    assert closed_connections(ours.journal) == {1}
+    assert closed_connections(Journal("another group", 0, (0, 1))) == set()
     return str(caught.value)
 
 

@@ -127,6 +127,11 @@ def test_silence_is_no_proof_until_the_lease_is_over_or_a_connection_is_lost() -
     assert "rank 1 cannot be reached for 30 s" in over.message
     assert OTHERS[1].wait is not None
     lost = replace(OTHERS[1], wait=replace(OTHERS[1].wait, is_in_vain=True))
+    # Better, it is known which connection was closed: rank 3 is silent, and may be busy.
+    one, both = replace(OTHERS[0], closed=(1,)), {1: silent, 3: replace(silent, rank=3)}
+    found = judge(by_rank(one, OTHERS[1]), both, lease_s=30.0)
+    assert (found.kind, found.culprits) == ("diverged", (1,))
+    assert "rank 1 has closed its connections and does not answer" in found.message
     found = judge(by_rank(OTHERS[0], lost, OTHERS[2]), {1: silent}, lease_s=30.0)
     assert (found.kind, found.culprits) == ("diverged", (1,))
     assert "rank 1 cannot be reached, and rank 2 has lost a connection" in found.message
@@ -271,7 +276,7 @@ def test_a_collective_that_all_have_called_hangs_after_the_limit() -> None:
 
 def test_an_answer_and_a_history_survive_the_store() -> None:
     answer = replace(waits(3, ranks=range(0, 32, 8)), states={0: "dead"}, raised="E: x")
-    answer = replace(answer, words={1: ("left", ""), 2: ("raised", "E: y")})
+    answer = replace(answer, words={1: ("left", ""), 2: ("raised", "E: y")}, closed=(1, 2))
     group = replace(answer.groups["world"], marks=((1, 2, 3),))
     groups = {"world": replace(group, ranks=range(0, 25, 8)), "pair": replace(group, ranks=(3, 7))}
     answer = replace(answer, groups=groups)

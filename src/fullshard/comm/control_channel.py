@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -35,6 +36,8 @@ _NUMBERS = struct.Struct("<qq")
 _LENGTH = struct.Struct("<q")
 _HELLO = struct.Struct("<16sqq")
 _POLL_S = 0.001
+_PEER_HAS_CLOSED = getattr(select, "POLLRDHUP", 0)
+"""Linux has it. Elsewhere it is seen that both directions are closed, after an error."""
 DIAL_S = 2.0
 """How long one attempt to connect may take."""
 
@@ -52,7 +55,7 @@ class ControlChannel:
         Raises:
             DivergenceError: a rank does not come.
         """
-        self._journal = journal
+        self.journal = journal
         self._size = len(journal.ranks)
         self.is_interrupted = False
         """Whether an exchange of messages was begun and not ended: this rank does not know what comes next."""
@@ -68,6 +71,20 @@ class ControlChannel:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         self.close()
+
+    def closed_by(self) -> set[int]:
+        """Return the ranks that have closed their connections: their processes have ended, or have hung up.
+
+        Another thread may use the connections meanwhile.
+        """
+        poll = select.poll()
+        ranks = {}
+        for connection in itertools.chain.from_iterable(self._rounds):
+            number = connection.fileno()
+            if number >= 0:  # not closed here
+                ranks[number] = self._rank_at(connection)
+                poll.register(number, _PEER_HAS_CLOSED)
+        return {ranks[number] for number, _ in poll.poll(0)}
 
     def close(self) -> None:
         """Close the sockets of this process."""
@@ -94,7 +111,7 @@ class ControlChannel:
 
     def exchange(self, text: str) -> list[str]:
         """Return what each rank says, by its place in the group."""
-        said = {self._journal.rank: text}
+        said = {self.journal.rank: text}
         self.is_interrupted = True
         for after, before in self._rounds:
             message = json.dumps(said).encode()
@@ -160,15 +177,15 @@ class ControlChannel:
 
     def _rank_at(self, peer: socket.socket) -> int:
         """Return the rank at the other end of a connection."""
-        size, rank = self._size, self._journal.rank
+        size, rank = self._size, self.journal.rank
         places: dict[socket.socket, int] = {}
         for distance, (after, before) in zip(self._distances, self._rounds, strict=True):
             places |= {after: (rank + distance) % size, before: (rank - distance) % size}
-        return self._journal.ranks[places[peer]]
+        return self.journal.ranks[places[peer]]
 
     def _place(self) -> str:
-        tag = self._journal.last_tag
-        own = self._journal.ranks[self._journal.rank]
+        tag = self.journal.last_tag
+        own = self.journal.ranks[self.journal.rank]
         return f"rank {own} was about to call: {tag.text if tag else 'the first one'}"
 
     @property
@@ -176,14 +193,14 @@ class ControlChannel:
         return [2**k for k in range((self._size - 1).bit_length())]
 
     def _connect(self, store: Store, timeout_s: float) -> None:
-        rank, ranks = self._journal.rank, self._journal.ranks
+        rank, ranks = self.journal.rank, self.journal.ranks
         end = time.monotonic() + timeout_s
 
         def value_of(key: str, other: int) -> str:
             _wait_until(
                 lambda: store.check([key]),
                 end,
-                f"rank {ranks[other]} has not reached the first collective of process group {self._journal.name!r}",
+                f"rank {ranks[other]} has not reached the first collective of process group {self.journal.name!r}",
             )
             return store.get(key).decode()
 
@@ -220,6 +237,12 @@ def _send_all(to: socket.socket, message: bytes) -> None:
 
 
 _CHANNELS: weakref.WeakSet[ControlChannel] = weakref.WeakSet()
+
+
+def closed_connections(journal: Journal) -> set[int]:
+    """Return the ranks that have closed a connection of this journal's process group to this process."""
+    channels = [channel for channel in list(_CHANNELS) if channel.journal is journal]
+    return {rank for channel in channels for rank in channel.closed_by()}
 
 
 def _close_in_child() -> None:

@@ -97,6 +97,8 @@ class Answer:
     groups: Mapping[str, GroupAnswer] = field(default_factory=dict)
     states: Mapping[int, str] = field(default_factory=dict)
     """States of the processes of the ranks on the same host, this one excluded."""
+    closed: Sequence[int] = ()
+    """Ranks that this one waits for, and that have closed a connection to it."""
     words: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """What ranks on the same host have said last, as state and text: see `last_words`."""
 
@@ -172,7 +174,7 @@ def encode(value: Registration | Answer | History) -> str:
     fields = {
         name: found
         for name in names
-        if (found := getattr(value, name)) not in (None, "", {}) and found is not False
+        if (found := getattr(value, name)) not in (None, "", {}, ()) and found is not False
     }
     fields["groups"] = {
         name: [_packed(each.ranks), each.count, each.digest, each.marks]
@@ -200,7 +202,8 @@ def answer_from(text: str | bytes) -> Answer:
     states = {int(rank): state for rank, state in fields.pop("states", {}).items()}
     words = {int(rank): (state, text) for rank, (state, text) in fields.pop("words", {}).items()}
     wait = Wait(**fields.pop("wait")) if "wait" in fields else None
-    return Answer(**fields, groups=groups, states=states, words=words, wait=wait)
+    closed = tuple(fields.pop("closed", ()))
+    return Answer(**fields, groups=groups, states=states, words=words, wait=wait, closed=closed)
 
 
 def history_from(text: str | bytes) -> History:

@@ -6,7 +6,7 @@ A pure function of the answers. The rules, in this order:
     2. Two ranks of a process group have called different collectives under the same number, or different numbers of
        collectives in the same step: diverged.
     3. A rank does not answer, no rank on its host can see it, and another one waits for it: lost. Silence proves nothing. It
-       is diverged if a rank has lost a connection as well, or if the silence outlives the lease.
+       is diverged if the rank has closed a connection, if another one has lost one, or if the silence outlives the lease.
     4. Ranks that wait for each other all wait, none has what it waits for, and none has moved, nor a byte, between two rounds:
        a deadlock, which is diverged.
     5. All ranks of a group have called a collective, which has not ended within the limit: hung, which is diverged.
@@ -191,6 +191,15 @@ def _lost(found: Round) -> Judgement | None:
     waited_for = _waited_for(found, lost)
     if not waited_for:
         return None
+    closed = {rank for answer in found.answers.values() for rank in answer.closed}
+    ended = sorted(closed.intersection(waited_for))
+    if ended:
+        is_one = len(ended) == 1
+        text = (
+            f"{ranks_text(ended)} {'has' if is_one else 'have'} closed {'its' if is_one else 'their'} connections and "
+            f"{'does' if is_one else 'do'} not answer: the process has ended where no other rank can see it"
+        )
+        return _diverged(found, text, ended)
     why = "a host is down, or the network is cut"
     in_vain = [
         each.rank for each in found.waiters if each.wait is not None and each.wait.is_in_vain

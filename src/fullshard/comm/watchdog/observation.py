@@ -10,7 +10,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType, FrameType, TracebackType
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import torch_border
+from fullshard.comm.control_channel import closed_connections
 from fullshard.comm.journal import POSITION, Journal, journals
 from fullshard.comm.streams import comm_contexts
 from fullshard.comm.verdict import VERDICT
@@ -126,6 +127,7 @@ class Observer:
             has_caught=POSITION.raised is not None and is_past_handlers(self.thread),
             limit_s=self.limit_s,
             groups=groups,
+            closed=_closed_connections(),
             states=states,
             words=words,
         )
@@ -134,6 +136,17 @@ class Observer:
 def _group_answer(journal: Journal) -> GroupAnswer:
     count, digest = journal.now()
     return GroupAnswer(ranks=journal.ranks, count=count, digest=digest, marks=marks_of(journal))
+
+
+def _closed_connections() -> Sequence[int]:
+    """Return the ranks that this one waits for, and that have closed their connections to it.
+
+    Not those of other process groups: a rank may have destroyed one before this rank does.
+    """
+    waiting = POSITION.waiting
+    if waiting is None or waiting.journal is None:
+        return ()
+    return sorted(closed_connections(waiting.journal))
 
 
 def history() -> History:
