@@ -56,8 +56,8 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
             f"model.huggingface must be a causal language model; {folder / 'config.json'} is of "
             f"{', '.join(map(str, architectures)) or 'an encoder and decoder'}. Take the folder of another model.",
         )
-    longest = next((content[name] for name in CONTEXT_NAMES if name in content), None)
-    if isinstance(longest, int) and config.data.context > longest:
+    longest = _longest_context(content)
+    if longest is not None and config.data.context > longest:
         yield Problem(
             ("model.huggingface", "data.context"),
             f"data.context must not exceed what the model was made for: {config.data.context} against {longest} in "
@@ -108,6 +108,19 @@ def _decoder_problems(config: RunConfig) -> Iterator[Problem]:
             f"of each head; got width {width} and heads {heads}. "
             f"{math.ceil(width / (2 * heads)) * 2 * heads} would do as model.width.",
         )
+
+
+def longest_context(folder: Path) -> int | None:
+    """Return how many tokens the model in a folder was made for; None if it does not say so, or has no configuration."""
+    try:
+        return _longest_context(_read_configuration(folder))
+    except ConfigurationError:
+        return None
+
+
+def _longest_context(content: dict[str, Any]) -> int | None:
+    longest = next((content[name] for name in CONTEXT_NAMES if name in content), None)
+    return longest if isinstance(longest, int) else None
 
 
 def _read_configuration(folder: Path) -> dict[str, Any]:

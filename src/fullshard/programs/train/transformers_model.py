@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fullshard.checkpoint import load_huggingface
 from fullshard.errors import ConfigurationError
+from fullshard.programs.named_models.published import name_of
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.exported_model import ExportForm
 from fullshard.programs.train.tokenizer import copy_files, open_tokenizer
@@ -47,7 +48,10 @@ class TransformersModel:
         self.tokenizer = open_tokenizer(config)
         self._configuration = _configuration(folder)
         self.vocabulary: int = self._configuration.get_text_config().vocab_size
-        self.description = f"{self._configuration.model_type} of transformers in {folder}"
+        kind = f"{self._configuration.model_type} of transformers"
+        self.description = (
+            f"{name} ({kind})" if (name := name_of(folder)) else f"{kind} in {folder}"
+        )
 
     def build(self) -> nn.Module:
         """Return the model: parameters on the meta device, in float32, and real buffers."""
