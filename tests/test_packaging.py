@@ -19,6 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 EXTRA_OF = {
+    "programs/plan_tool/memory_chart.py": "report",
     "programs/plan_tool/page.py": "report",
     "programs/report": "report",
     "programs/train/metrics_file.py": "tensorboard",

@@ -12,13 +12,20 @@ import pytest
 pytest.importorskip("plotly")
 
 from fullshard.programs.plan_tool import scaling as scaled
-from fullshard.programs.plan_tool.changes import RESHARD, Change
+from fullshard.programs.plan_tool.answers import About
+from fullshard.programs.plan_tool.changes import REPLICAS, RESHARD, Change
 from fullshard.programs.plan_tool.page import Planned, render
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import planned
 from fullshard.programs.plan_tool.question import Question, read_machine, read_question
-from fullshard.programs.plan_tool.scaling import ScalePoint, crossover_text, scaling, worlds_up_to
-from fullshard.programs.plan_tool.search import Found, Search
+from fullshard.programs.plan_tool.scaling import (
+    ScalePoint,
+    Scaling,
+    crossover_text,
+    scaling,
+    worlds_up_to,
+)
+from fullshard.programs.plan_tool.search import Failed, Found, Search
 from fullshard.programs.train.model_source import open_model
 
 SETTINGS = ("model.layers=2", "model.width=64", "model.heads=2", "data.context=16")
@@ -60,7 +67,7 @@ def test_every_gpu_keeps_its_windows_and_replicas_are_hosts(
     monkeypatch.setattr(scaled, "estimated", note)
     source: Any = None
     points = scaling(question(64), source)
-    assert [point.world for point in points] == worlds_up_to(64, 8)
+    assert [point.world for point in points.points] == worlds_up_to(64, 8)
     assert all(one.config.train.batch == one.world for one in asked)
     hybrid = [one for one in asked if one.config.sharding.replicas > 1]
     assert hybrid and all(one.world // one.config.sharding.replicas == 8 for one in hybrid)
@@ -85,11 +92,21 @@ def test_the_page_has_everything_and_needs_nothing_else(step: PlannedStep) -> No
     found = Found(change, faster, "2.00 x tokens/s")
     text = render(
         Planned(
+            question=question(16),
             step=step,
-            description="a <model>",
-            parameters=1000,
-            found=Search(best=[found], tried=[found], num_plans=1, num_pruned=0),
-            scaling=[ScalePoint(1, step, None), ScalePoint(16, step, lasting(step, 9.0))],
+            about=About(description="a <model>", parameters=1000, chosen="compute in bf16"),
+            found=Search(
+                best=[found],
+                tried=[found],
+                num_plans=1,
+                num_pruned=0,
+                failed=[Failed(Change(((REPLICAS, 2),)), "RuntimeError: not found")],
+            ),
+            fewest=replace(step, world=4),
+            scaling=Scaling(
+                [ScalePoint(1, step, None), ScalePoint(16, step, lasting(step, 9.0))],
+                ["64 GPUs: RuntimeError: no room"],
+            ),
         )
     )
     assert "a &lt;model&gt;" in text and "<model>" not in text
@@ -97,6 +114,11 @@ def test_the_page_has_everything_and_needs_nothing_else(step: PlannedStep) -> No
     assert set(json.loads(figures)) == {"timeline", "memory", "scaling"}
     for words in (
         "It fits: ",
+        "compute in bf16",
+        "Smallest number of GPUs that fits: 4, ",
+        "not planned: RuntimeError: not found",
+        "Not planned: 64 GPUs: RuntimeError: no room.",
+        "Not tried: context, expert and tensor parallelism",
         "Not validated",
         "sharding.reshard_after_forward=false",
         "reshard_after_forward = false",

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from fullshard.engine import padding
+from fullshard.programs.plan_tool.answers import About
 from fullshard.programs.plan_tool.output import print_planned
 from fullshard.programs.plan_tool.planned_step import (
     DEPTHS,
@@ -81,7 +82,7 @@ def test_much_padding_is_named_with_its_cause(monkeypatch: pytest.MonkeyPatch) -
     planned = plan_step(config(model={"layers": 1}, train={"batch": ranks}), ranks, H100)
     assert planned.padding is not None and "rows along dimension 0 for 512 ranks" in planned.padding
     console = Console(file=io.StringIO(), width=500)
-    print_planned(console, planned, "a decoder", 1)
+    print_planned(console, planned, About(description="a decoder", parameters=1))
     assert "padded by more than a quarter" in console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -130,8 +130,10 @@ def test_a_candidate_that_cannot_be_planned_is_listed_and_the_search_goes_on(
     assert found.best[0].is_confirmed and dict(found.best[0].change.values) == {RESHARD: False}
     assert not any(dict(each.change.values).get(REPLICAS) == 2 for each in found.best)
     output = io.StringIO()
-    print_search(Console(file=output, width=200), template, found)
-    assert f"Not planned: {found.failed[0].change.settings}: RuntimeError" in output.getvalue()
+    print_search(Console(file=output, width=200), question(), template, found)
+    [line, *_] = [each for each in output.getvalue().splitlines() if "not planned" in each]
+    assert line.startswith(found.failed[0].change.settings)
+    assert "not planned: RuntimeError: aten.index_select.out: not found in storage" in line
 
 
 def test_the_next_best_is_confirmed_if_the_first_turns_out_not_to_fit(
@@ -188,8 +190,11 @@ def test_what_only_saves_memory_is_not_tried_where_there_is_enough(
         template, monkeypatch, lambda _: (1.0, 10.0), "train.batch=64", "train.accumulate=2"
     )
     assert not found.best and found.num_pruned >= 3
-    assert {config.compute.checkpoint_activations for config in plans} == {"none"}
-    assert {config.train.accumulate for config in plans} == {1, 2}
+    assert all(
+        config.compute.checkpoint_activations == "none" or config.train.batch > 64
+        for config in plans
+    )
+    assert {config.train.accumulate for config in plans if config.train.batch == 64} == {1, 2}
 
 
 def test_a_model_that_does_not_fit_is_made_to_fit_at_the_least_cost(
@@ -315,7 +320,7 @@ def test_a_gpu_is_never_faster_among_more_of_them_until_replicas_win() -> None:
     slow = question().machine.with_network(gbit_per_device=2.0)
     points = scaling(
         replace(question("data.context=64", gpus=4096), machine=slow), open_model(question().config)
-    )
+    ).points
     of_gradients = [point.full.playback.gradient_seconds for point in points[1:]]
     assert len(of_gradients) == 5 and of_gradients == sorted(of_gradients)
     for steps in (

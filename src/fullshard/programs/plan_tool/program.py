@@ -101,6 +101,8 @@ class Launch:
     stream: int
     work: Kernel | Collective | Transfer
     phase: Phase
+    is_repeated: bool = False
+    """Whether backward computes again what forward did not keep."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,7 +298,9 @@ class Recorder(torch_border.OperatorMode):
         kernel = known.kernel
         if kernel is not None:
             self._add_scratch(kernel.scratch)
-            self.add(Launch(self.stream.stream_id, kernel, self.phase))
+            # Backward itself makes no graph. Recomputation makes one, as forward did.
+            is_repeated = self.phase == "backward" and torch.is_grad_enabled()
+            self.add(Launch(self.stream.stream_id, kernel, self.phase, is_repeated))
         return result
 
     def _see_all(self, result: Any) -> None:
