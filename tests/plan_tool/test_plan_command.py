@@ -22,6 +22,7 @@ from fullshard.programs.plan_tool.answers import (
     limit_text,
     memory_rows,
     seconds_text,
+    validation_text,
     verdict,
 )
 from fullshard.programs.plan_tool.changes import changed
@@ -31,7 +32,13 @@ from fullshard.programs.plan_tool.planning import planned
 from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.program import MemoryKind
 from fullshard.programs.plan_tool.question import Question, read_machine, read_question
-from fullshard.programs.plan_tool.validation import Band, band_of
+from fullshard.programs.plan_tool.validation import (
+    HOST_BAND,
+    MEASURED_HERE,
+    Band,
+    band_of,
+    bands_of,
+)
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.model_source import open_model
@@ -193,6 +200,24 @@ def test_memory_has_a_band_where_it_was_measured_and_none_where_it_is_assumed(
     assert [each.basis for each in bands] == ["runs", "others", "others", "others"]
     assert bands[0].relative == bands[1].relative and bands[1].relative
     assert [str(each) for each in bands[2:]] == ["error not known"] * 2
+
+
+def test_experts_and_waits_for_the_host_are_not_called_validated(step: PlannedStep) -> None:
+    parameters = 8_000_000_000
+    plain = with_idle(step, gather=0.3)
+    assert band_of(plain, "time", parameters).is_validated
+    routed = replace(plain, has_experts=True)
+    bands = bands_of(routed, parameters)
+    assert not bands["time"].is_validated
+    said = validation_text(routed, bands)
+    assert said is not None and "as if all experts got equally many" in said
+    waiting = with_idle(step, host=0.3)
+    band = band_of(waiting, "time", parameters)
+    assert band.relative == HOST_BAND and str(band) == "\u00b1 43 % as it waits for the host"
+    said = validation_text(waiting, bands_of(waiting, parameters))
+    assert said is not None and "up to 43 % too slow" in said and "plan calibrate" in said
+    here = replace(waiting, machine=replace(waiting.machine, name=MEASURED_HERE))
+    assert band_of(here, "time", parameters).basis == "profile"
 
 
 def test_the_memory_of_all_kinds_adds_up_to_what_is_reserved(step: PlannedStep) -> None:

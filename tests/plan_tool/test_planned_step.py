@@ -6,19 +6,23 @@ import io
 
 import pytest
 from rich.console import Console
+from torch import nn
 
 from fullshard.engine import padding
 from fullshard.programs.plan_tool.answers import About
+from fullshard.programs.plan_tool.memory_use import MOST_MOMENTS
 from fullshard.programs.plan_tool.output import print_planned
 from fullshard.programs.plan_tool.planned_step import (
     DEPTHS,
     estimate_step,
+    model_flops,
     plan_microbatches,
     plan_step,
 )
 from fullshard.programs.plan_tool.profile_file import load_profile
+from fullshard.programs.plan_tool.program import Kernel
 from fullshard.programs.train.model_source import open_model
-from tests.plan_tool.test_recording import WORLD, config
+from tests.plan_tool.test_recording import WORLD, config, launched, recorded
 
 H100 = load_profile("h100")
 DEEP = {"layers": DEPTHS[1] + 4, "width": 512, "heads": 4}
@@ -161,3 +165,60 @@ def test_compiled_blocks_keep_less_for_backward_and_compute_faster() -> None:
     assert ratio == pytest.approx(H100.compiled.activations, rel=0.01)
     assert sum(compiled.memory.at_peak.values()) == compiled.memory.allocated
     assert compiled.playback.compute["memory"] < eager.playback.compute["memory"]
+
+
+@pytest.mark.parametrize(
+    ("trainable", "least", "most"),
+    [
+        (None, 3.0, 3.0),
+        # Backward of frozen blocks computes gradients of activations only; attention has no parameters.
+        ("*norm*", 2.0, 2.2),
+        ("head*", 1.0, 1.1),
+    ],
+)
+def test_gradients_of_frozen_parameters_are_no_arithmetic_of_the_model(
+    trainable: str | None, least: float, most: float
+) -> None:
+    for again in ("none", "blocks"):
+        run = config(
+            model={"layers": 3, "width": 64, "heads": 2, "trainable": trainable},
+            compute={"checkpoint_activations": again},
+        )
+        program = recorded(run)
+        forward = sum(
+            entry.work.flops
+            for entry in launched(program)
+            if entry.phase == "forward" and isinstance(entry.work, Kernel)
+        )
+        assert least <= model_flops(program) / forward <= most
+
+
+def test_memory_over_the_step_has_its_peak_and_ends_with_the_step() -> None:
+    run = config(model={**DEEP, "layers": 3}, data={"context": 1024})
+    planned = plan_step(run, WORLD, H100)
+    moments = planned.memory_moments
+    assert 50 < len(moments) <= MOST_MOMENTS + 1
+    assert max(moment.total for moment in moments) == planned.memory.allocated
+    times = [moment.seconds for moment in moments]
+    assert times == sorted(times) and (times[0], times[-1]) == (0.0, planned.seconds)
+    # The host has issued all of it long before.
+    kept = [moment.by_kind.get("activations", 0) for moment in moments]
+    highest = max(range(len(kept)), key=kept.__getitem__)
+    assert 0.2 * planned.seconds < times[highest] < 0.5 * planned.seconds
+    assert kept[-1] < 0.01 * kept[highest]
+
+
+def test_layers_in_several_lists_are_planned_as_a_whole() -> None:
+    run = config(model={**DEEP, "layers": 10})
+    source = open_model(run)
+
+    class Scattered:
+        def __getattr__(self, name: str) -> object:
+            return getattr(source, name)
+
+        def blocks(self, model: nn.Module) -> list[nn.Module]:
+            return source.blocks(model)[::2]
+
+    scattered = Scattered()
+    whole = plan_step(run, WORLD, H100, scattered)
+    assert estimate_step(run, WORLD, H100, scattered).seconds == whole.seconds

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from fullshard.programs.plan_tool import changes, search as searching
+from fullshard.errors import ConfigurationError
+from fullshard.programs.plan_tool import changes, scaling as scaled, search as searching
 from fullshard.programs.plan_tool.changes import (
     ACCUMULATE,
+    BATCH,
+    COMPILE,
     OFFLOAD,
+    OPTIMIZER,
     RECOMPUTE,
     REPLICAS,
     RESHARD,
@@ -29,8 +36,15 @@ from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import planned
 from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.question import Question, read_machine, read_question
-from fullshard.programs.plan_tool.scaling import crossover_text, scaling
+from fullshard.programs.plan_tool.scaling import (
+    crossover_text,
+    fewest_gpus,
+    next_size,
+    scaling,
+    size_before,
+)
 from fullshard.programs.plan_tool.search import Search, reason, search
+from fullshard.programs.plan_tool.search_answers import fewest_text, tried_rows, untried_text
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config, to_short_toml
 from fullshard.programs.train.model_source import open_model
@@ -65,6 +79,7 @@ def searched(
     gpus: int = 16,
     held_gib: float = 1.0,
     whole: Cost | None = None,
+    given: PlannedStep | None = None,
 ) -> tuple[Search, list[RunConfig]]:
     """Search with steps that take what `cost` says, and `whole` with all layers; return also what was planned."""
     asked = question(*settings, gpus=gpus)
@@ -85,7 +100,7 @@ def searched(
     monkeypatch.setattr(searching, "estimated", make)
     monkeypatch.setattr(searching, "planned", lambda one, _: make(one, _, whole or cost))
     source: Any = None
-    return search(asked, source, make(asked, None)), plans
+    return search(asked, source, given or make(asked, None)), plans
 
 
 def test_gains_of_several_fields_are_combined_and_the_best_comes_first(
@@ -212,6 +227,161 @@ def test_a_model_that_does_not_fit_is_made_to_fit_at_the_least_cost(
     assert first[RECOMPUTE] == "selective" and first[ACCUMULATE] > 1
     assert found.best[0].reason.startswith("fits; ")
     assert all(each.step.fits for each in found.best[:2])
+
+
+def test_another_optimizer_comes_after_all_else_that_fits(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig, only_blocks: float) -> tuple[float, float]:
+        small = config.optimizer.name == "adamw8bit"
+        recomputed = {"none": (1.0, 100.0), "selective": (1.2, 90.0), "blocks": (1.4, only_blocks)}
+        seconds, gib = recomputed[config.compute.checkpoint_activations]
+        return seconds, gib - (50.0 if small else 0.0)
+
+    for only_blocks, first in (
+        (60.0, {RECOMPUTE: "blocks"}),
+        (95.0, {OPTIMIZER: "adamw8bit"}),
+    ):
+        found, plans = searched(template, monkeypatch, partial(cost, only_blocks=only_blocks))
+        assert dict(found.best[0].change.values) == first and found.fits
+    roomy, plans = searched(template, monkeypatch, lambda _: (1.0, 10.0))
+    assert {config.optimizer.name for config in plans} == {"adamw"}
+    assert OPTIMIZER in untried_text(question(), roomy)
+    assert OPTIMIZER not in untried_text(question(), found)
+
+
+def test_compiled_blocks_are_tried(template: PlannedStep, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        return (0.9 if config.compute.compile == "blocks" else 1.0), 10.0
+
+    found, _ = searched(template, monkeypatch, cost)
+    assert dict(found.best[0].change.values) == {COMPILE: "blocks"}
+    assert all(COMPILE != change.axis for change in single_changes(on_cpu()))
+
+
+def on_cpu() -> Question:
+    return read_question("tiny", 2, read_machine("cpu", None, None), SMALL)
+
+
+def test_larger_batches_are_tried_with_the_best_configuration(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        """A step has a part that does not grow with the batch, and 60 GiB hold four windows."""
+        rows = config.train.batch / 16
+        fixed = 0.5 if config.sharding.reshard_after_forward else 0.4
+        seconds = (fixed + 0.5 * rows) / rows  # the template has the same tokens always
+        return seconds, 15.0 * rows / config.train.accumulate
+
+    found, plans = searched(template, monkeypatch, cost)
+    assert dict(found.best[0].change.values) == {RESHARD: False}
+    assert {each.change.values for each in found.better_larger} == {
+        ((RESHARD, False), (BATCH, 32)),
+        ((RESHARD, False), (BATCH, 64)),
+        ((RESHARD, False), (BATCH, 64), (ACCUMULATE, 4)),
+        ((RESHARD, False), (BATCH, 64), (RECOMPUTE, "blocks")),
+    }
+    assert found.better_larger[0].gain == pytest.approx(0.9 / 0.6)
+    assert all(config.train.batch <= 16 for config in plans[: -len(found.larger)])
+    names = [each.name for each in tried_rows(template, found)]
+    assert "1. and train.batch=32" in names and "as given" in names
+
+
+def test_a_larger_batch_that_brings_nothing_is_not_recommended(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = searched(template, monkeypatch, lambda _: (1.0, 10.0))
+    assert found.larger and not found.better_larger
+    found, _ = searched(template, monkeypatch, lambda _: (1.0, 1000.0))
+    assert not found.larger  # nothing fits at all
+
+
+def test_a_step_that_cannot_be_estimated_does_not_end_the_search(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(config: RunConfig) -> tuple[float, float]:
+        if config == question().config:
+            raise ConfigurationError("no layers")
+        return (0.5 if config.sharding.replicas == 2 else 1.0), 10.0
+
+    given = replace(template, playback=replace(template.playback, seconds=1.0))
+    found, _ = searched(template, monkeypatch, failing, given=given)
+    assert dict(found.best[0].change.values) == {REPLICAS: 2}
+
+
+def test_plans_go_on_when_a_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [question(gpus=gpus) for gpus in (1, 2, 4)]
+    source = open_model(asked[0].config)
+    with several_at_a_time(source) as planner:
+        worlds = list(planner(partial(world_or_death, os.getpid()), asked))
+    assert worlds == [1, 2, 4]
+
+
+def world_or_death(survivor: int, one: Question, _: object) -> int:
+    if one.world == 2 and os.getpid() != survivor:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return one.world
+
+
+def test_the_smallest_number_of_gpus_is_found(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def frugal(shards: int, rest: int, one: Question, _: object) -> PlannedStep:
+        config = one.config
+        assert config.train.batch == one.world and config.compute.checkpoint_activations == "blocks"
+        assert config.sharding.replicas == 1 and config.train.accumulate == 1
+        tried.append(one.world)
+        held: Any = {"parameters": shards * GIB // one.world}
+        padding = GIB * (one.world == 3 * 8)  # more than is divided among more of them
+        memory = replace(
+            template.memory, reserved=held["parameters"] + rest * GIB + padding, at_peak=held
+        )
+        return replace(template, config=config, world=one.world, memory=memory)
+
+    source: Any = None
+    for shards, rest, expected in (
+        (10, 5, 1),
+        (100, 40, 4),  # 77.5 GiB are there
+        (300, 3, 8),
+        (1600, 10, 24 + 8),  # 24 are nearly enough
+        (100_000, 60, 5720),
+        (100, 80, None),
+    ):
+        monkeypatch.setattr(scaled, "estimated", partial(frugal, shards, rest))
+        for gpus in (1, 8, 64):
+            tried: list[int] = []
+            asked = question("train.accumulate=2", gpus=gpus)
+            fewest = fewest_gpus(asked, one_by_one(source))
+            assert len(tried) <= 8
+            if expected is None:
+                assert fewest is None
+                continue
+            assert isinstance(fewest, PlannedStep) and fewest.world == expected, (shards, gpus)
+            assert fewest_text(fewest, fewest).startswith(
+                f"Smallest number of GPUs that fits: {expected:,}, "
+            )
+    assert "does not fit on any number of GPUs" in fewest_text(template, None)
+
+
+def test_the_smallest_number_of_gpus_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> PlannedStep:
+        raise ConfigurationError("no room")
+
+    monkeypatch.setattr(scaled, "estimated", fail)
+    source: Any = None
+    fewest = fewest_gpus(question(), one_by_one(source))
+    assert fewest == "ConfigurationError: no room"
+    points = scaling(question(gpus=64), source)
+    assert not points.points and len(points.failed) == 10
+    assert points.failed[-1] == "64 GPUs (HSDP): ConfigurationError: no room"
+
+
+def test_usual_numbers_of_gpus_are_powers_of_two_and_whole_hosts() -> None:
+    sizes = [1, 2, 4, 8, 16, 24, 32]
+    assert sorted({next_size(world, 8) for world in range(1, 33)}) == sizes
+    assert [size_before(size, 8) for size in sizes] == [0, *sizes[:-1]]
+    assert [next_size(world, 6) for world in (3, 5, 6, 7)] == [4, 6, 6, 12]
+    assert [size_before(size, 6) for size in (6, 4, 12)] == [4, 2, 6]
 
 
 def test_shards_go_to_host_memory_only_where_nothing_else_fits(

@@ -183,8 +183,10 @@ def larger_batches(question: Question, change: Change | None) -> list[Change]:
     most = found[-1]
     found.append({**most, ACCUMULATE: train.accumulate * LARGER[-1]})
     found.append({**most, RECOMPUTE: RECOMPUTED[-1]})
-    changes = dict.fromkeys(Change(tuple({**values, **each}.items())) for each in found)
-    return [change for change in changes if is_possible(question, change)]
+    changes = [Change(tuple({**values, **each}.items())) for each in found]
+    # Some say the same: what is recomputed already, for one.
+    different = {repr(each.of(question.config)): each for each in reversed(changes)}
+    return [each for each in reversed(different.values()) if is_possible(question, each)]
 
 
 def accumulations(question: Question) -> list[Change]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -35,9 +35,12 @@ from fullshard.programs.report import check_libraries
 from fullshard.programs.version_option import Version
 
 if TYPE_CHECKING:
+    from fullshard.programs.plan_tool.answers import About
     from fullshard.programs.plan_tool.machine import Machine
-    from fullshard.programs.plan_tool.search import Told
+    from fullshard.programs.plan_tool.planned_step import PlannedStep
+    from fullshard.programs.plan_tool.search import Search, Told
     from fullshard.programs.train.config import RunConfig
+    from fullshard.programs.train.model_source import ModelSource
 
 CALIBRATE = "calibrate"
 STEP = "step"
@@ -142,17 +145,9 @@ def _answer(
 ) -> None:
     """Plan the step that is asked for, look for better ones, and print all of it."""
     from fullshard.programs.plan_tool.answers import About
-    from fullshard.programs.plan_tool.output import (
-        print_fewest,
-        print_planned,
-        print_search,
-        print_verdict,
-    )
-    from fullshard.programs.plan_tool.parallel_plans import several_at_a_time
+    from fullshard.programs.plan_tool.output import print_planned, print_verdict
     from fullshard.programs.plan_tool.planned_step import parameters_of
     from fullshard.programs.plan_tool.planning import many_plans
-    from fullshard.programs.plan_tool.scaling import fewest_gpus, scaling
-    from fullshard.programs.plan_tool.search import search
     from fullshard.programs.plan_tool.starting_point import chosen_text, first_plan
     from fullshard.programs.train.config_file import to_short_toml
     from fullshard.programs.train.model_source import open_model
@@ -163,7 +158,6 @@ def _answer(
         line.begin(1, 0, "plan", ["the first step"])
         question, step = first_plan(question, source)
         line.close()
-        best = question.config
         about = About(
             description=source.description,
             parameters=parameters,
@@ -171,45 +165,60 @@ def _answer(
             tokens=length.tokens or question.tokens_of_run,
             price=length.price,
         )
+        best = question.config
         print_verdict(console, step, parameters)
-        # What fits is the answer where this does not.
-        is_detailed_first = step.fits or not searches
-        if is_detailed_first:
+        if step.fits or not searches:
             print_planned(console, step, about)
         if searches:
-            told = _progress(line)
-            with several_at_a_time(source) as planner:
-                fewest = fewest_gpus(question, planner)
-                print_fewest(console, step, fewest)
-                found = search(
-                    question, source, step, try_all=html is not None, told=told, planner=planner
-                )
-                line.close()
-                print_search(console, question, step, found)
-                if html is not None:
-                    curve = scaling(question, source, told, planner)
-                    line.close()
+            found = _search(console, line, First(question, source, step, about), html)
             best = found.best[0].step.config if found.best else best
-            if html is not None:
-                from fullshard.programs.plan_tool.page import Planned, render
-
-                plan = Planned(
-                    question=question,
-                    step=step,
-                    about=about,
-                    found=found,
-                    fewest=fewest,
-                    scaling=curve,
-                )
-                write_file(html, render(plan))
-                print_line(console, str(html))
-        if not is_detailed_first:
+        if searches and not step.fits:  # what fits comes first
             print_prose(console, "\nAs asked, which does not fit:")
             print_planned(console, step, about)
     if toml is not None:
-        about_file = f"A run for {gpus_text(question.world, question.machine)}, by fullshard plan."
-        write_file(toml, to_short_toml(best, about_file + _shipped_text(best)))
+        what = f"A run for {gpus_text(question.world, question.machine)}, by fullshard plan."
+        write_file(toml, to_short_toml(best, what + _shipped_text(best)))
         print_line(console, str(toml))
+
+
+class First(NamedTuple):
+    """The first step that was planned, and what it is about."""
+
+    question: Question
+    source: ModelSource
+    step: PlannedStep
+    about: About
+
+
+def _search(console: Console, line: ProgressLine, first: First, html: Path | None) -> Search:
+    """Look for the smallest number of GPUs and for better configurations, print both, and write the page."""
+    from fullshard.programs.plan_tool.output import print_fewest, print_search
+    from fullshard.programs.plan_tool.parallel_plans import several_at_a_time
+    from fullshard.programs.plan_tool.scaling import fewest_gpus, scaling
+    from fullshard.programs.plan_tool.search import search
+
+    question, source, step, about = first
+    told = _progress(line)
+    with several_at_a_time(source) as planner:
+        fewest = fewest_gpus(question, planner)
+        print_fewest(console, step, fewest)
+        found = search(question, source, step, try_all=html is not None, told=told, planner=planner)
+        line.close()
+        print_search(console, question, step, found)
+        if html is not None:
+            # Where it fits is on the curve, too.
+            most = 0 if fewest is None or isinstance(fewest, str) else 2 * fewest.world
+            curve = scaling(question, source, told, planner, most=most)
+            line.close()
+    if html is not None:
+        from fullshard.programs.plan_tool.page import Planned, render
+
+        plan = Planned(
+            question=question, step=step, about=about, found=found, fewest=fewest, scaling=curve
+        )
+        write_file(html, render(plan))
+        print_line(console, str(html))
+    return found
 
 
 def _shipped_text(config: RunConfig) -> str:

@@ -36,7 +36,8 @@ def memory_chart(step: PlannedStep) -> Chart:
     unit, bytes_in_unit = size_unit(max(most, there))
     kinds = [kind for kind in MEMORY if any(moment.by_kind.get(kind) for moment in moments)]
     traces = [_layer(kind, moments, unit, bytes_in_unit) for kind in kinds]
-    ends = [0.0, round(1e3 * step.seconds, 4)]
+    # Not until the end of the step, if few of its microbatches are drawn.
+    ends = [0.0, round(1e3 * max((moment.seconds for moment in moments), default=0.0), 4)]
     traces.append(
         go.Scatter(
             name="usable",

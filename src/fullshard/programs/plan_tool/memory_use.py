@@ -82,15 +82,14 @@ def memory_moments(
         workspace: What is there all the time beside tensors.
 
     Returns:
-        The most that is allocated in each of `MOST_MOMENTS` equal parts of the step.
+        The most that is allocated in each of `MOST_MOMENTS` equal parts of the step, and what is at its end.
     """
-    times = dict(launches)
+    times = {program.begin: 0.0, **dict(launches)}
     live: dict[int, tuple[MemoryKind, int]] = {}
     now: Counter[MemoryKind] = Counter(workspace=workspace)
     found: dict[int, MemoryMoment] = {}
     most: dict[MemoryKind, int] = {}
     total = highest = 0
-    time = 0.0
     for index, entry in enumerate(program.entries):
         if isinstance(entry, Allocate) and entry.stream != HOST:
             kind, nbytes = program.kinds[entry.memory], _nbytes(program, entry, kept)
@@ -105,14 +104,15 @@ def memory_moments(
             continue
         if index == program.begin or total > highest:
             most, highest = dict(now), total
-        if index in times or index + 1 == len(program.entries):
-            time = times.get(index, seconds)
+        time = times.get(index)
+        if time is not None:
             part = min(int(time / seconds * MOST_MOMENTS), MOST_MOMENTS - 1)
             moment = MemoryMoment(time, most)
             if part not in found or found[part].total < moment.total:
                 found[part] = moment
             most, highest = dict(now), total
-    return tuple(found[part] for part in sorted(found))
+    end = MemoryMoment(seconds, dict(now))
+    return (*(found[part] for part in sorted(found)), end)
 
 
 def memory_use(program: Program, machine: Machine, *, kept: float = 1.0) -> MemoryUse:

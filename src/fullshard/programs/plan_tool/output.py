@@ -26,7 +26,7 @@ from fullshard.programs.plan_tool.answers import (
     validation_text,
     verdict,
 )
-from fullshard.programs.plan_tool.changes import WIRE
+from fullshard.programs.plan_tool.changes import OPTIMIZER, WIRE
 from fullshard.programs.plan_tool.machine import TERA, Machine
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.profile_file import assumptions
@@ -50,7 +50,11 @@ GRAPH_NOTE = (
     "the host is less in a graph."
 )
 
-WIRE_NOTE = f" {WIRE}=bf16 rounds gradients, so a run cannot change it later."
+CHANGE_NOTES = {
+    WIRE: f"{WIRE}=bf16 rounds gradients, so a run cannot change it later.",
+    OPTIMIZER: f"{OPTIMIZER}=adamw8bit rounds the optimizer's state to 8 bits.",
+}
+"""What has to be said about a change, by the field that it changes."""
 
 
 def print_verdict(console: Console, planned: PlannedStep, parameters: int) -> None:
@@ -147,12 +151,11 @@ def print_search(console: Console, question: Question, given: PlannedStep, found
         )
         _print_found(console, found.better_larger)
     if found.best or found.better_larger:
-        print_prose(
-            console,
-            "\n--set takes these settings, as in fullshard train"
-            + ("; --toml FILE writes the first configuration." if found.best else ".")
-            + (WIRE_NOTE if any(WIRE in each.change.settings for each in found.best) else ""),
-        )
+        first = "; --toml FILE writes the first configuration" if found.best else ""
+        notes = [f"--set takes these settings, as in fullshard train{first}."]
+        changed = [name for each in found.best for name, _ in each.change.values]
+        notes += [note for name, note in CHANGE_NOTES.items() if name in changed]
+        print_prose(console, "\n" + " ".join(notes))
     rows = [(tried.name, tried.state, *tried.numbers) for tried in tried_rows(given, found)]
     if rows:
         columns = ["tried, estimated from few layers", "", "tokens/s per GPU", "speed", "memory"]

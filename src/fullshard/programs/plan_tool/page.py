@@ -87,13 +87,13 @@ def render(plan: Planned) -> str:
             tiles=list(_tiles(plan, bands)),
             sentences=[
                 verdict(step, bands["reserved"]),
+                fewest_text(step, plan.fewest),
                 limit_text(step),
                 validation_text(step, bands),
             ],
             fits=step.fits,
             better_title=_better_title(plan),
             nothing=None if plan.found.best else nothing_text(step, plan.found),
-            fewest=fewest_text(step, plan.fewest),
             untried=untried_text(plan.question, plan.found),
             facts=list(_facts(plan)),
             step_charts=of_steps,
@@ -283,6 +283,11 @@ def _crosses(name: str, steps: Sequence[PlannedStep]) -> go.Scatter:
         x=[step.world for step in steps],
         y=[round(step.tokens_per_second, 1) for step in steps],
         mode="markers",
-        marker={"symbol": "x-thin", "size": 9, "line": {"width": 2, "color": "var(--wait)"}},
+        marker={
+            "symbol": "x-thin",
+            "size": 9,
+            "color": "var(--wait)",
+            "line": {"width": 2, "color": "var(--wait)"},
+        },
         hovertemplate=f"%{{y:,.0f}} if it fitted: <b>{name}</b><extra></extra>",
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fullshard.errors import size_text
+from fullshard.programs.console.tables import counted
 from fullshard.programs.plan_tool.changes import (
     ACCUMULATE,
     BATCH,
@@ -65,6 +66,8 @@ def scaling(
     source: ModelSource,
     told: Told = lambda done, total, what: None,
     planner: Planner | None = None,
+    *,
+    most: int = 0,
 ) -> Scaling:
     """Return steps of more and more GPUs, each with as many windows as a GPU has now.
 
@@ -73,9 +76,10 @@ def scaling(
         source: Its model.
         told: Is told about the progress.
         planner: Makes the plans; None for one after the other.
+        most: GPUs, if more than the question has.
     """
     per_host = question.machine.links.devices_per_host
-    worlds = worlds_up_to(question.world, per_host)
+    worlds = worlds_up_to(max(question.world, most), per_host)
     beyond_host = [world for world in worlds if world > per_host]
     asked = [_asked(question, world, replicas=1) for world in worlds]
     asked += [_asked(question, world, replicas=world // per_host) for world in beyond_host]
@@ -84,7 +88,7 @@ def scaling(
     failed = []
     for index, each in enumerate(asked):
         is_replicated = each.config.sharding.replicas > 1
-        name = f"{each.world:,} GPUs" + (" (HSDP)" if is_replicated else "")
+        name = counted(each.world, "GPU") + (" (HSDP)" if is_replicated else "")
         told(index, len(asked), name)
         step = next(steps)
         if isinstance(step, str):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from fullshard.errors import size_text
 from fullshard.programs.console.tables import counted
-from fullshard.programs.plan_tool.changes import OFFLOAD, OPTIMIZER
+from fullshard.programs.plan_tool.changes import OFFLOAD, OPTIMIZER, Change
 from fullshard.programs.plan_tool.planned_step import PlannedStep, held_bytes
 from fullshard.programs.plan_tool.question import Question
-from fullshard.programs.plan_tool.search import Search
+from fullshard.programs.plan_tool.search import Found, Search
 
 LONGEST_ERROR = 80
 """Characters of an error in a table."""
@@ -32,7 +32,8 @@ class Tried:
 def tried_rows(given: PlannedStep, found: Search) -> Iterator[Tried]:
     """Yield what was given and all that was tried, the failed ones too."""
     steps = [("as given", given)]
-    steps += [(each.change.settings, each.step) for each in (*found.tried, *found.larger)]
+    steps += [(each.change.settings, each.step) for each in found.tried]
+    steps += [(_larger_text(each, found), each.step) for each in found.larger]
     for name, step in steps:
         speed = f"{step.tokens_per_second:,.0f}"
         ratio = f"{step.tokens_per_second / given.tokens_per_second:.2f} x"
@@ -43,6 +44,15 @@ def tried_rows(given: PlannedStep, found: Search) -> Iterator[Tried]:
         if len(text) > LONGEST_ERROR:
             text = f"{text[:LONGEST_ERROR]}..."
         yield Tried(failed.change.settings, f"not planned: {text}", ("", "", ""))
+
+
+def _larger_text(larger: Found, found: Search) -> str:
+    """Return what a larger batch changes, without what the best configuration for the same batch changes."""
+    if not found.best:
+        return larger.change.settings
+    first = set(found.best[0].change.values)
+    more = Change(tuple(each for each in larger.change.values if each not in first))
+    return f"1. and {more.settings}"
 
 
 def nothing_text(given: PlannedStep, found: Search) -> str:
