@@ -74,7 +74,7 @@ ELSEWHERE = {
     r"python -m fullshard.programs.report.reference": ("prints tables", "tests/report/test_remedies.py"),
     r"wandb sync.*": ("needs wandb and an account", "docs/training.md"),
     r"fullshard evaluate RUN.*": ("starts ranks", "tests/programs/test_evaluate.py"),
-    r"fullshard plan large .*": ("searches for seconds; with a small model", "tests/plan_tool/test_plan_command.py"),
+    r"fullshard plan llama3-8b .*": ("searches for seconds; with a small model", "tests/plan_tool/test_plan_command.py"),
     r"fullshard plan .* --html .*": ("plans many numbers of GPUs", "tests/plan_tool/test_plan_page.py"),
     r"fullshard export .* --ema": ("needs a run with averages", "tests/programs/test_averages.py"),
     r"fullshard export .* --config-from .*": ("imports transformers", "tests/programs/test_export.py"),

@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from fullshard.programs import cli, report
+from fullshard.programs.named_models.published import published_folder
 from fullshard.programs.plan_tool import command, parallel_plans, planning
 from fullshard.programs.plan_tool.answers import (
     MEMORY,
@@ -363,6 +364,37 @@ def test_what_does_not_fit_is_followed_by_where_and_how_it_fits(
     assert "Smallest number of GPUs that fits: 40, with one window of 16 tokens on each" in text
     places = [text.index(words) for words in ("Smallest number", "alone take", "As asked, ", "MFU")]
     assert places == sorted(places)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("llama3-8b", ["llama3-8b (llama of transformers), 8,030,261,248 parameters", "(the most that the model takes)"]),
+        ("mixtral-8x7b", ["46,702,792,704 parameters", "(of at most 32,768 that the model takes)", "all experts got equally many", "selective recomputation, as it would not fit with less"]),
+    ],
+)  # fmt: skip
+def test_a_published_model_is_planned_as_it_would_be_trained(model: str, said: list[str]) -> None:
+    pytest.importorskip("transformers")
+    length = ("--tokens", "15T", "--price", "2.5")
+    result = plan(model, "--gpus", "64", "--gpu", "h100", "--no-search", *length, small=False)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("It fits: ")
+    common = ["64 windows of 8,192 tokens; 1 per GPU", "compute in bf16; windows of 8,192 tokens"]
+    for words in (*common, *said, " days for 15 trillion tokens, ", " at 2.5 a GPU hour"):
+        assert words in result.output, words
+
+
+@pytest.mark.slow
+def test_a_file_for_a_published_model_says_that_it_has_no_weights(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "best.toml"
+    words = ("gpt2", "--gpus", "8", "--gpu", "h100", "--no-search", "--toml", str(file))
+    assert plan(*words, small=False).exit_code == 0
+    assert "no weights and no tokenizer" in " ".join(file.read_text().split()).replace("# ", "")
+    config = read_config(file)
+    assert config.model.huggingface == published_folder("gpt2")
+    assert config.data.context == 1024 and config.compute.precision == "bf16"
 
 
 def test_help_names_the_model_and_calibrate() -> None:
