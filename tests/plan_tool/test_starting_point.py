@@ -86,7 +86,10 @@ def first(
         again = one.config.compute.checkpoint_activations
         tried.append((rows, again))
         more = whole.get("more", 0) if is_whole else 0
-        held: Any = {"parameters": int(whole.get("held", 1) * GIB)}
+        held: Any = {
+            "parameters": int(whole.get("held", 1) * GIB),
+            "activations": int(whole.get("activations", 0) * GIB),
+        }
         reserved = int((needed(rows, again) + more) * GIB)
         memory = replace(template.memory, reserved=reserved, at_peak=held)
         return replace(template, config=one.config, memory=memory)
@@ -94,8 +97,12 @@ def first(
     monkeypatch.setattr(starting_point, "estimated", lambda one, _: step(one))
     monkeypatch.setattr(starting_point, "planned", lambda one, _: step(one, is_whole=True))
     source: Any = None
-    answered, answer = first_plan(asked, source)
+    early: list[PlannedStep] = []
+    answered, answer = first_plan(asked, source, early.append)
     assert answer.config == answered.config
+    # Where a plan takes long, there is an estimate of what is then planned.
+    is_long = asked.world > starting_point.MANY_RANKS
+    assert [each.config for each in early[-1:]] == ([answer.config] if is_long else [])
     return answered, tried
 
 
@@ -131,6 +138,8 @@ def test_a_batch_or_recomputation_that_was_asked_for_stays(
 
     _, tried = first(template, monkeypatch, question("train.batch=64"), needed)
     assert tried == [(8, "none")]
+    _, tried = first(template, monkeypatch, question("train.batch=512", gpus=512), needed)
+    assert tried == [(1, "none")] * 2
     asked = question("compute.checkpoint_activations=selective")
     _, tried = first(template, monkeypatch, asked, needed)
     assert tried == [(4, "selective"), (2, "selective"), (1, "selective")]
@@ -142,9 +151,33 @@ def test_an_estimate_that_was_too_low_is_not_the_end(
     def needed(rows: int, again: str) -> float:
         return 77.0 if again == "none" else 60.0
 
-    answered, tried = first(template, monkeypatch, question(), needed, more=2)
+    answered, tried = first(template, monkeypatch, question(), needed, more=2, activations=60)
     assert answered.config.compute.checkpoint_activations == "selective"
-    assert tried == [(4, "none"), (4, "none"), (4, "selective"), (4, "selective")]
+    assert tried == [(4, "none"), (4, "none"), (4, "selective")]
+
+
+def test_what_is_certain_to_fit_is_not_estimated(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the memory without recomputation all but 10 GiB are activations here."""
+    for kept, selective, expected in (
+        (100.0, 40.0, [(4, "none"), (4, "selective")]),
+        (200.0, 70.0, [(4, "none"), (4, "selective"), (4, "selective")]),
+        (100.0, 80.0, [(4, "none"), (4, "selective"), (4, "blocks"), (4, "blocks")]),
+    ):
+        needs = {"none": kept, "selective": selective, "blocks": 20.0}
+        _, tried = first(
+            template,
+            monkeypatch,
+            question(),
+            lambda _, again, needs=needs: needs[again],
+            activations=kept - 10,
+        )
+        assert tried == expected
+    many = question(gpus=512)
+    needs = {"none": 100.0, "selective": 40.0}
+    _, tried = first(template, monkeypatch, many, lambda _, again: needs[again], activations=90)
+    assert tried == [(4, "none"), (4, "selective"), (4, "selective")]
 
 
 def test_where_shards_alone_do_not_fit_nothing_else_is_tried(

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -156,7 +157,7 @@ def _answer(
     parameters = parameters_of(source)
     with many_plans(), showing_line(Console(file=broken_pipe_safe(sys.stderr))) as line:
         line.begin(1, 0, "plan", ["the first step"])
-        question, step = first_plan(question, source)
+        question, step = first_plan(question, source, partial(_tell_estimate, console, line))
         line.close()
         about = About(
             description=source.description,
@@ -179,6 +180,15 @@ def _answer(
         what = f"A run for {gpus_text(question.world, question.machine)}, by fullshard plan."
         write_file(toml, to_short_toml(best, what + _shipped_text(best)))
         print_line(console, str(toml))
+
+
+def _tell_estimate(console: Console, line: ProgressLine, estimate: PlannedStep) -> None:
+    """Print an estimate between lines of progress."""
+    from fullshard.programs.plan_tool.output import print_estimate
+
+    line.close()
+    print_estimate(console, estimate)
+    line.begin(1, 0, "plan", ["all layers"])
 
 
 class First(NamedTuple):

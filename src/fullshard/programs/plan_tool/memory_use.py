@@ -86,7 +86,7 @@ def memory_moments(
     """
     times = {program.begin: 0.0, **dict(launches)}
     live: dict[int, tuple[MemoryKind, int]] = {}
-    now: Counter[MemoryKind] = Counter(workspace=workspace)
+    now: Counter[MemoryKind] = Counter({"workspace": workspace})
     found: dict[int, MemoryMoment] = {}
     most: dict[MemoryKind, int] = {}
     total = highest = 0

@@ -57,6 +57,17 @@ CHANGE_NOTES = {
 """What has to be said about a change, by the field that it changes."""
 
 
+def print_estimate(console: Console, estimate: PlannedStep) -> None:
+    """Print the first answer about a step whose plan takes a while."""
+    fits = "It fits" if estimate.fits else "It does not fit"
+    print_prose(
+        console,
+        f"{fits}, estimated from few layers: {size_text(estimate.memory.reserved)} of "
+        f"{size_text(estimate.machine.usable_bytes)}, {seconds_text(estimate.seconds)} a step, "
+        f"{estimate.tokens_per_second:,.0f} tokens/s per GPU. The plan with all layers follows.\n",
+    )
+
+
 def print_verdict(console: Console, planned: PlannedStep, parameters: int) -> None:
     """Print whether a step fits, and what limits it."""
     bands = bands_of(planned, parameters)

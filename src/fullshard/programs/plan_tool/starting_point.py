@@ -6,7 +6,7 @@ fits, it is one window for each GPU, with all blocks recomputed. What is better 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from fullshard.programs.plan_tool.changes import BATCH, RECOMPUTE, RECOMPUTED, changed
@@ -21,24 +21,61 @@ from fullshard.programs.plan_tool.question import (
 )
 from fullshard.programs.train.model_source import ModelSource
 
+MOST_KEPT = {"selective": 0.5}
+"""Which share of all activations recomputation keeps at most: a third in Llamas, a tenth where there are experts. So an estimate is often
+not needed. What decides is the plan with all layers."""
 
-def first_plan(question: Question, source: ModelSource) -> tuple[Question, PlannedStep]:
+
+MANY_RANKS = 256
+"""From here on a plan with all layers may take ten seconds, since the engine then looks at the shards of so many ranks."""
+
+
+def first_plan(
+    question: Question,
+    source: ModelSource,
+    told: Callable[[PlannedStep], None] = lambda estimate: None,
+) -> tuple[Question, PlannedStep]:
     """Return the question with what it left open, and its plan with all layers.
+
+    Args:
+        question: What is asked.
+        source: Its model.
+        told: Is told the estimate, if it takes longer than people like to wait for a first answer.
 
     Raises:
         ConfigurationError: the model has no plan.
     """
     choices = list(_choices(question))
+    is_long = question.world > MANY_RANKS
+    first: PlannedStep | None = None
     for choice in choices[:-1]:
-        guess = estimated(choice, source)  # it takes less time than the whole
-        if held_bytes(guess) > question.machine.usable_bytes:
-            break  # to recompute more does not help
-        if not guess.fits:
-            continue
+        if first is None or is_long or not _is_certain(first, choice):
+            guess = estimated(choice, source)  # it takes less time than the whole
+            first = first or guess
+            if held_bytes(guess) > question.machine.usable_bytes:
+                break  # to recompute more does not help
+            if not guess.fits:
+                continue
+            if is_long:
+                told(guess)
         step = planned(choice, source)
         if step.fits:
             return choice, step
+    if is_long:
+        told(estimated(choices[-1], source))
     return choices[-1], planned(choices[-1], source)
+
+
+def _is_certain(first: PlannedStep, choice: Question) -> bool:
+    """Return whether a choice will fit, as far as the first estimate tells, which keeps more."""
+    before, after = first.config, choice.config
+    kept = MOST_KEPT.get(after.compute.checkpoint_activations)
+    if kept is None or before.train.batch != after.train.batch:
+        return False
+    if before.compute.checkpoint_activations != RECOMPUTED[0]:
+        return False
+    activations = first.memory.at_peak.get("activations", 0)
+    return first.memory.reserved - (1 - kept) * activations < choice.machine.usable_bytes
 
 
 def _choices(question: Question) -> Iterator[Question]:
