@@ -156,6 +156,10 @@ def test_an_estimate_that_was_too_low_is_not_the_end(
     assert tried == [(4, "none"), (4, "none"), (4, "selective")]
 
 
+def needed_by(needs: dict[str, float], rows: int, again: str) -> float:
+    return needs[again]
+
+
 def test_what_is_certain_to_fit_is_not_estimated(
     template: PlannedStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,17 +170,12 @@ def test_what_is_certain_to_fit_is_not_estimated(
         (100.0, 80.0, [(4, "none"), (4, "selective"), (4, "blocks"), (4, "blocks")]),
     ):
         needs = {"none": kept, "selective": selective, "blocks": 20.0}
-        _, tried = first(
-            template,
-            monkeypatch,
-            question(),
-            lambda _, again, needs=needs: needs[again],
-            activations=kept - 10,
-        )
+        needed = partial(needed_by, needs)
+        _, tried = first(template, monkeypatch, question(), needed, activations=kept - 10)
         assert tried == expected
     many = question(gpus=512)
     needs = {"none": 100.0, "selective": 40.0}
-    _, tried = first(template, monkeypatch, many, lambda _, again: needs[again], activations=90)
+    _, tried = first(template, monkeypatch, many, partial(needed_by, needs), activations=90)
     assert tried == [(4, "none"), (4, "selective"), (4, "selective")]
 
 
