@@ -222,3 +222,15 @@ def test_layers_in_several_lists_are_planned_as_a_whole() -> None:
     scattered = Scattered()
     whole = plan_step(run, WORLD, H100, scattered)
     assert estimate_step(run, WORLD, H100, scattered).seconds == whole.seconds
+
+
+@pytest.mark.parametrize("trainable", ["blocks.9.*", "blocks.0.* head*"])
+def test_layers_of_which_some_are_frozen_are_planned_as_a_whole(trainable: str) -> None:
+    run = config(model={**DEEP, "layers": 10, "trainable": trainable})
+    source = open_model(run)
+    whole, estimated = plan_step(run, WORLD, H100, source), estimate_step(run, WORLD, H100, source)
+    assert (estimated.seconds, estimated.memory) == (whole.seconds, whole.memory)
+    alike = config(model={**DEEP, "layers": 10, "trainable": "*norm*"})
+    few, all_of_them = (plan(alike, WORLD, H100, source) for plan in (estimate_step, plan_step))
+    assert few.seconds == pytest.approx(all_of_them.seconds, rel=0.05)
+    assert few.seconds != all_of_them.seconds

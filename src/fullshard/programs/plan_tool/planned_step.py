@@ -32,6 +32,7 @@ from fullshard.programs.plan_tool.program import Kernel, Launch, MemoryKind, Pro
 from fullshard.programs.plan_tool.step_program import record_step
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.model_source import ModelSource, open_model
+from fullshard.programs.train.sharded_model import freeze_others
 from fullshard.tracing.schema import Trace
 
 
@@ -202,7 +203,8 @@ def estimate_step(
     """
     source = source or open_model(config)
     depth = _template_of(source).depth
-    if depth <= sum(DEPTHS):  # the whole is no more work, or cannot be made shallower
+    # The whole is no more work, or cannot be made shallower.
+    if depth <= sum(DEPTHS) or not _layers_train_alike(config, source):
         step = plan_microbatches(config, world, machine, source, most=0)
     else:
         few, more = (
@@ -296,6 +298,20 @@ class _Template(NamedTuple):
 
 
 _TEMPLATES: WeakKeyDictionary[ModelSource, _Template] = WeakKeyDictionary()
+
+
+def _layers_train_alike(config: RunConfig, source: ModelSource) -> bool:
+    """Return whether the same parameters are trained in all layers."""
+    patterns = config.model.trainable
+    if patterns is None:
+        return True
+    model = source.build()
+    freeze_others(model, patterns)
+    trained = {
+        tuple(parameter.requires_grad for parameter in layer.parameters())
+        for layer in _layers(source, model)
+    }
+    return len(trained) == 1
 
 
 def parameters_of(source: ModelSource) -> int:
