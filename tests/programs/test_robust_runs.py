@@ -170,7 +170,10 @@ def test_old_checkpoints_are_removed_also_those_of_before_a_restart(
         world(2).run(run, config)
     left = sorted(path.name for path in (config.run.folder / "checkpoints").iterdir())
     assert left == ["step_00000003", "step_00000004"]
-    assert [record["step"] for record in records(config, "checkpoint")] == [1, 2, 3, 4]
+    written = records(config, "checkpoint")
+    assert [record["step"] for record in written] == [1, 2, 3, 4]
+    removed = [record["removed"] for record in written]
+    assert removed == [(), (), ("checkpoints/step_00000001",), ("checkpoints/step_00000002",)]
 
 
 def test_a_checkpoint_that_cannot_be_written_is_the_same_error_on_all(

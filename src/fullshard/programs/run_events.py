@@ -99,6 +99,8 @@ class Checkpoint:
     """Relative to the run's folder."""
     blocked_s: float
     """How long training waited for it."""
+    removed: tuple[str, ...] = ()
+    """Older checkpoints that were removed for it, relative to the run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -373,6 +373,10 @@ class LogSection:
     every: PositiveCount = 1
     """Steps between lines of `metrics.jsonl`."""
 
+    console: PositiveCount | None = None
+    """Without a terminal: steps between lines of progress. Not set: a tenth of the run. After a minute there is a line in any
+    case."""
+
     tensorboard: bool = False
     """Write metrics for TensorBoard, too; needs the package tensorboard."""
 

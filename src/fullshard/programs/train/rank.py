@@ -77,7 +77,9 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
         watchers: list[Watcher] = []
         progress = None
         if ranks.is_first:
-            progress = stack.enter_context(showing_progress(console))
+            progress = stack.enter_context(
+                showing_progress(console, folder.path, config.log.console)
+            )
 
         def begin() -> bool:
             """Lock the folder, and say whether its run has steps left."""
@@ -87,13 +89,13 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
             if not folder.has_steps_left(config):
                 return False
             earlier = read_earlier_starts(folder.metrics)
-            note = check_continuation(folder, earlier, data)
+            notes = check_continuation(folder, config, earlier, data)
             # The configuration first: a folder without one belongs to no run.
             folder.begin(config)
             data.write(folder.data)
             if progress is not None:
                 progress.count_earlier(earlier)
-                if note:
+                for note in notes:
                     progress.print_message(note)
             for watcher in _recorders(config, folder, progress):
                 watchers.append(stack.enter_context(closing(watcher)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from torch import nn
@@ -146,6 +146,9 @@ class Checkpoints:
         """
         if self._pending is not None:
             event, pending = self._pending
-            self.newest = pending.wait().path
-            self._pending = None
-            self._watch(event)
+            saved = pending.wait()
+            self.newest, self._pending = saved.path, None
+            removed = tuple(
+                f"{self._folder.checkpoints.name}/{each.name}" for each in saved.removed
+            )
+            self._watch(replace(event, removed=removed))
