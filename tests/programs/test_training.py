@@ -53,11 +53,11 @@ def one_rank(world: MakeWorld, folder: Path) -> TrainResult:
 SPREADS: dict[int, list[tuple[str, ...]]] = {
     1: [("train.accumulate=4", "compute.graph=true")],
     2: [
-        ("train.accumulate=2", "sharding.door=wrapper", "compute.checkpoint_activations=blocks"),
+        ("train.accumulate=2", "sharding.api=fsdp1", "compute.checkpoint_activations=blocks"),
         ("train.accumulate=2", "optimizer.flat=false", "sharding.prefetch=3"),
-        ("sharding.door=wrapper", "sharding.reshard_after_forward=false"),
+        ("sharding.api=fsdp1", "sharding.reshard_after_forward=false"),
         ("sharding.groups=plan", "sharding.prefetch=2", "sharding.reshard_after_forward=false"),
-        ("sharding.groups=plan", "sharding.door=wrapper", "optimizer.flat=false"),
+        ("sharding.groups=plan", "sharding.api=fsdp1", "optimizer.flat=false"),
         ("compute.checkpoint_activations=selective",),
         ("compute.compile=blocks", "compute.checkpoint_activations=blocks"),
         ("sharding.replicas=2",),
@@ -65,7 +65,7 @@ SPREADS: dict[int, list[tuple[str, ...]]] = {
     4: [
         (),
         ("sharding.replicas=2", "train.accumulate=2"),
-        ("sharding.replicas=2", "sharding.door=wrapper", "optimizer.shard_over_replicas=true"),
+        ("sharding.replicas=2", "sharding.api=fsdp1", "optimizer.shard_over_replicas=true"),
     ],
 }
 """Settings, by how many ranks there are."""
@@ -127,10 +127,10 @@ def test_training_lowers_the_loss_and_writes_down_what_it_did(
 def test_the_wanted_steps_are_traced_on_the_wanted_ranks(
     world: MakeWorld, tmp_path: Path, one_rank: TrainResult
 ) -> None:
-    for door in ("fully_shard", "wrapper"):
+    for api in ("fsdp2", "fsdp1"):
         config = short(
-            tmp_path / door,
-            *(f"sharding.door={door}", "trace.start=2", "trace.steps=2", "trace.ranks=1"),
+            tmp_path / api,
+            *(f"sharding.api={api}", "trace.start=2", "trace.steps=2", "trace.ranks=1"),
             *("train.accumulate=2", "evaluation.every=1", "checkpoint.every=1"),
         )
         result, _ = world(2).run(run, config)
@@ -181,8 +181,8 @@ def test_other_dtypes_stay_close_to_float32(
     world: MakeWorld, tmp_path: Path, one_rank: TrainResult
 ) -> None:
     configs = [
-        short(tmp_path / door / setting, f"sharding.door={door}", f"compute.{setting}=bf16")
-        for door in ("fully_shard", "wrapper")
+        short(tmp_path / api / setting, f"sharding.api={api}", f"compute.{setting}=bf16")
+        for api in ("fsdp2", "fsdp1")
         for setting in ("precision", "wire")
     ]
     results, _ = world(2).run(run_each, configs)
@@ -192,15 +192,15 @@ def test_other_dtypes_stay_close_to_float32(
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad", "muon", "adamw8bit"])
-def test_optimizers_update_the_same_through_both_doors(
+def test_optimizers_update_the_same_through_both_apis(
     world: MakeWorld, tmp_path: Path, one_rank: TrainResult, optimizer: str
 ) -> None:
     configs = [
         short(
-            tmp_path / (door + flat),
-            *(f"sharding.door={door}", f"optimizer.flat={flat}", f"optimizer.name={optimizer}"),
+            tmp_path / (api + flat),
+            *(f"sharding.api={api}", f"optimizer.flat={flat}", f"optimizer.name={optimizer}"),
         )
-        for door, flat in (("fully_shard", "true"), ("fully_shard", "false"), ("wrapper", "true"))
+        for api, flat in (("fsdp2", "true"), ("fsdp2", "false"), ("fsdp1", "true"))
     ]
     results, _ = world(2).run(run_each, configs)
     first, *others = [result.losses for result in results]
@@ -280,8 +280,8 @@ def test_another_run_in_the_same_folder_is_refused_on_all_ranks(
 
 
 def test_only_matrices_are_decayed(world: MakeWorld, tmp_path: Path) -> None:
-    for door in ("fully_shard", "wrapper"):
-        for decayed, plain in world(2).run(decayed_names, tiny(tmp_path, f"sharding.door={door}")):
+    for api in ("fsdp2", "fsdp1"):
+        for decayed, plain in world(2).run(decayed_names, tiny(tmp_path, f"sharding.api={api}")):
             assert {name.rpartition(".")[0].split(".")[-1] for name in plain} == {
                 "norm",
                 "attention_norm",
@@ -298,7 +298,7 @@ def decayed_names(config: RunConfig) -> tuple[list[str], list[str]]:
     model = build_model(config, open_model(config), torch.device("cpu"))
     names = {parameter: clean_name(name) for name, parameter in model.module.named_parameters()}
     matrices, others = model.parameters()
-    is_functional = config.sharding.door == "fully_shard"
+    is_functional = config.sharding.api == "fsdp2"
     assert all(isinstance(each, DTensor) is is_functional for each in matrices)
     return [names[each] for each in matrices], [names[each] for each in others]
 

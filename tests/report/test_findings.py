@@ -114,9 +114,9 @@ def test_what_the_configuration_has_already_is_no_remedy():
 
 
 def test_a_remedy_says_what_it_takes():
-    both = (Setting("sharding", "prefetch", 2), Setting("sharding", "door", "fully_shard"))
+    both = (Setting("sharding", "prefetch", 2), Setting("sharding", "api", "fsdp2"))
     remedy = Remedy(kind="deeper prefetch", text="Deeper", settings=both)
-    assert str(remedy) == 'Deeper: `sharding.prefetch = 2` with `sharding.door = "fully_shard"`'
+    assert str(remedy) == 'Deeper: `sharding.prefetch = 2` with `sharding.api = "fsdp2"`'
     fixed = Remedy(kind="clip", text="Clip", settings=(Setting("train", "clip", 1.0),))
     assert str(fixed) == "Clip: `train.clip = 1.0`, in a new run"
     call = Call("fully_shard", ("reshard_after_forward=True",))
@@ -126,11 +126,11 @@ def test_a_remedy_says_what_it_takes():
     assert str(Remedy(kind="look", text="Look at the data")) == "Look at the data"
 
 
-def test_a_deeper_prefetch_comes_with_the_door_that_has_it():
+def test_a_deeper_prefetch_comes_with_the_api_that_has_it():
     machine = replace(CALM, slow_gathers={"layers.3": 3000})
-    remedies = only(found_on(machine, prefetch=1, door="wrapper"), "layers.3").remedies
+    remedies = only(found_on(machine, prefetch=1, api="fsdp1"), "layers.3").remedies
     assert str(remedies[0]) == (
-        'Gather 2 groups ahead: `sharding.prefetch = 2` with `sharding.door = "fully_shard"`'
+        'Gather 2 groups ahead: `sharding.prefetch = 2` with `sharding.api = "fsdp2"`'
     )
 
 

@@ -176,7 +176,7 @@ def _sharded(config: RunConfig, source: InspectedModel, model: nn.Module) -> nn.
     """Return the model as the run shards it, on the meta device."""
     mesh, device = make_mesh(config.sharding.replicas, torch.device("cpu")), torch.device("meta")
     blocks = source.blocks(model) if config.sharding.groups == "blocks" else []
-    if config.sharding.door == "wrapper":
+    if config.sharding.api == "fsdp1":
         return wrap(model, blocks, mesh, device, config)
     return shard(model, blocks, mesh, device, config, materialise)
 

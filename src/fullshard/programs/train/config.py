@@ -34,7 +34,7 @@ Tokens = Literal["auto", "text", "array"]
 TokenDtype = Literal["uint8", "uint16", "int32", "int64"]
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "muon", "adamw8bit"]
 Schedule = Literal["cosine", "linear", "constant"]
-Door = Literal["fully_shard", "wrapper"]
+Api = Literal["fsdp2", "fsdp1"]
 Grouping = Literal["blocks", "plan"]
 Precision = Literal["fp32", "bf16"]
 Blocks = Literal["none", "blocks"]
@@ -276,8 +276,8 @@ class ScheduleSection:
 class ShardingSection:
     """How the model is spread over the ranks."""
 
-    door: Door = "fully_shard"
-    """fully_shard, or wrapper: FullyShardedDataParallel, which adds up microbatches in the dtype of compute."""
+    api: Api = "fsdp2"
+    """fsdp2 (fully_shard), or fsdp1: FullyShardedDataParallel, which adds up microbatches in the dtype of compute."""
 
     groups: Grouping = "blocks"
     """One group per block, or the groups of `plan_groups`, which merges small blocks."""
@@ -303,7 +303,7 @@ class ComputeSection:
     """fp32, or bf16: compute in bfloat16, keep parameters and reduce gradients in float32."""
 
     wire: Precision = field(default="fp32", metadata=FIXED)
-    """Dtype of gradients on the wire; with bf16 they are still summed in float32."""
+    """Dtype in which gradients travel between ranks; with bf16 they are still summed in float32."""
 
     checkpoint_activations: Recomputation = "none"
     """Recompute the activations of blocks in backward instead of keeping them. selective: keep the results of
@@ -433,16 +433,16 @@ class RunConfig:
         """Yield the problems that do not depend on the machine or the number of ranks."""
         yield from self.model.problems()
         yield from self.data.problems()
-        if self.sharding.offload and self.sharding.door == "wrapper":
+        if self.sharding.offload and self.sharding.api == "fsdp1":
             yield Problem(
-                ("sharding.offload", "sharding.door"),
-                "sharding.offload is for fully_shard only, and sharding.door is wrapper. Leave one of them out.",
+                ("sharding.offload", "sharding.api"),
+                "sharding.offload is for fsdp2 only, and sharding.api is fsdp1. Leave one of them out.",
             )
-        if self.sharding.prefetch != 1 and self.sharding.door == "wrapper":
+        if self.sharding.prefetch != 1 and self.sharding.api == "fsdp1":
             yield Problem(
-                ("sharding.prefetch", "sharding.door"),
-                f"sharding.prefetch is for fully_shard only: the wrapper gathers 1 group ahead, and not "
-                f"{self.sharding.prefetch}. Leave it out, or sharding.door.",
+                ("sharding.prefetch", "sharding.api"),
+                f"sharding.prefetch is for fsdp2 only: fsdp1 gathers 1 group ahead, and not "
+                f"{self.sharding.prefetch}. Leave it out, or sharding.api.",
             )
         if self.checkpoint.only_trainable and self.model.trainable is None:
             yield Problem(

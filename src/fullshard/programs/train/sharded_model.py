@@ -177,7 +177,7 @@ def build_model(
             # On the CPU inductor needs a C++ compiler, which not every machine has.
             block.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
     sharded: ShardedModel
-    if config.sharding.door == "wrapper":
+    if config.sharding.api == "fsdp1":
         sharded = WrappedModel(wrap(model, blocks, mesh, device, config), unsharded)
     else:
         sharded = FullyShardModel(shard(model, blocks, mesh, device, config, allocate), unsharded)
