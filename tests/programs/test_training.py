@@ -57,6 +57,8 @@ SPREADS: dict[int, list[tuple[str, ...]]] = {
         ("train.accumulate=2", "optimizer.flat=false", "sharding.prefetch=3"),
         ("sharding.api=fsdp1", "sharding.reshard_after_forward=false"),
         ("sharding.groups=plan", "sharding.prefetch=2", "sharding.reshard_after_forward=false"),
+        ("compute.fuse_gradients=true", "train.accumulate=2"),
+        ("compute.fuse_gradients=true", "sharding.api=fsdp1", "sharding.groups=plan"),
         ("sharding.groups=plan", "sharding.api=fsdp1", "optimizer.flat=false"),
         ("compute.checkpoint_activations=selective",),
         ("compute.compile=blocks", "compute.checkpoint_activations=blocks"),
@@ -85,6 +87,37 @@ def test_losses_do_not_depend_on_how_a_run_is_spread(
         state = [records(config, "step")[-1]["optimizer_bytes"] for config in configs]
         assert state[1] == pytest.approx(2 * state[0], rel=0.05), "two replicas of all state"
         assert state[2] == pytest.approx(state[0], rel=0.05), "divided over the replicas"
+
+
+def fused_of(config: RunConfig) -> dict[str, str]:
+    """Why gradients are not fused, by the names of weights."""
+    source = open_model(config)
+    model = build_model(config, source, torch.device("cpu"))
+    source.fill(model.module, seed=0)
+    model.module(torch.zeros(1, 4, dtype=torch.int64))
+    return model.module.fused_gradients()
+
+
+def test_gradients_are_fused_where_it_is_wanted(world: MakeWorld, tmp_path: Path) -> None:
+    for api in ("fsdp2", "fsdp1"):
+        for settings, is_fused in (
+            ("compute.fuse_gradients=true", True),
+            ("compute.graph=true", False),
+        ):
+            config = tiny(tmp_path, f"sharding.api={api}", settings)
+            for reasons in world(2).run(fused_of, config):
+                blocks = [reason for name, reason in reasons.items() if "blocks." in name]
+                assert blocks.count("") == len(blocks) > 10 if is_fused else not blocks
+
+
+def test_captured_steps_fuse_gradients_unless_told_otherwise() -> None:
+    def fuses(device: str, *settings: str) -> bool:
+        return read_config(None, settings).compute.fuses_gradients(device)
+
+    assert fuses("cuda", "compute.graph=true")
+    assert not fuses("cpu", "compute.graph=true") and not fuses("cuda")
+    assert not fuses("cuda", "compute.graph=true", "compute.fuse_gradients=false")
+    assert fuses("cuda", "compute.fuse_gradients=true")
 
 
 def test_training_lowers_the_loss_and_writes_down_what_it_did(

@@ -11,6 +11,7 @@ reference   all findings and remedies as tables, for the documentation
 chart       what a chart is; `run_charts`, `timeline_chart`, `group_charts` and `memory_chart` make them
 plan_comparison   a run against its plan
 views       which recorded steps can be chosen in a chart
+speed_settings   which of the trainer's settings are on, and what the others would bring
 tiles       the numbers at the top; `peak_flops` knows what GPUs can do
 page        the page, from page.html, layout.html, macros.html, page.css and page.js
 units       numbers with three digits and a unit

@@ -27,6 +27,7 @@ from fullshard.programs.report.memory_chart import memory_chart
 from fullshard.programs.report.replay import FAITHFUL_SHARE, MAX_DEPTH
 from fullshard.programs.report.run_charts import run_charts
 from fullshard.programs.report.run_files import Run
+from fullshard.programs.report.speed_settings import speed_settings
 from fullshard.programs.report.tiles import tiles_of
 from fullshard.programs.report.timeline_chart import timeline_chart
 from fullshard.programs.report.units import count, duration, exact, share, size
@@ -54,6 +55,7 @@ def render(run: Run, planned: PlannedStep | None = None) -> str:
         memory_charts=of_memory,
         replay=_replay_table(analysis),
         plan=_compared(analysis, planned),
+        settings=speed_settings(analysis),
         groups=group_table(analysis.groups) if analysis.groups else None,
         facts=list(_facts(run)),
         config={section: fields for section, fields in run.config.items() if fields},

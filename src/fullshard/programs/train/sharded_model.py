@@ -276,6 +276,7 @@ def shard(
             offload_policy=offload,
             reshard_after_forward=release,
             shard_placement_fn=balanced_placement,
+            fuse_gradients=config.compute.fuses_gradients(device.type),
         )
     if section.prefetch != 1:  # the engine's own depth
         set_prefetch([model, *(modules[0] for modules in groups)], section.prefetch)
@@ -321,6 +322,7 @@ def wrap(
         param_init_fn=partial(materialise, device=device, recurse=False),
         device_id=device,
         use_orig_params=True,
+        fuse_gradients=config.compute.fuses_gradients(device.type),
     )
 
 
