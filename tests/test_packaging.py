@@ -26,6 +26,8 @@ EXTRA_OF = {
     "programs/plan_tool/page.py": "report",
     "programs/report": "report",
     "programs/train/metrics_file.py": "tensorboard",
+    "programs/train/chat_template.py": "transformers",
+    "programs/train/record_files.py": "datasets",
     "programs/train/tokenizer.py": "transformers",
     "programs/train/transformers_model.py": "transformers",
     "programs/train/wandb_run.py": "wandb",

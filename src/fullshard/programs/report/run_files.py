@@ -282,7 +282,8 @@ def _marks(starts: list[Start], events: list[Event]) -> Iterator[Mark]:
             yield Mark(kind="resumed", step=step, text=f"resumed from step {step}")
     for event in events:
         if isinstance(event, Checkpoint):
-            yield Mark(kind=event.kind, step=event.step, text="checkpoint")
+            text = "lowest held-out loss so far" if event.best else "checkpoint"
+            yield Mark(kind=event.kind, step=event.step, text=text)
         elif isinstance(event, BadStep):
             text = f"{event.what or 'trouble'}; action: {str(event.action) or 'none'}"
             yield Mark(kind=event.kind, step=event.step, text=text)

@@ -30,7 +30,8 @@ from fullshard.programs.train.limits import Limits
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 Size = Literal["tiny", "small", "medium", "large"]
-Tokens = Literal["auto", "text", "array"]
+Tokens = Literal["auto", "text", "array", "records"]
+Learned = Literal["answers", "all"]
 TokenDtype = Literal["uint8", "uint16", "int32", "int64"]
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "muon", "adamw8bit"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -116,6 +117,10 @@ class ModelSection:
     """Start from the weights of another run (its folder: the newest checkpoint), of a checkpoint of any format, or of a
     Hugging Face folder. Step, schedule and optimizer start afresh."""
 
+    dtype: Precision = field(default="fp32", metadata=FIXED)
+    """Dtype of the weights between steps. bf16 halves the memory of weights, gradients and optimizer state, but small updates are
+    lost in rounding."""
+
     weights_strict: bool = field(default=True, metadata=FIXED)
     """Names and shapes of `weights` must be those of the model. false: parameters without a fitting weight are
     initialised at random, and other weights are left out."""
@@ -158,21 +163,30 @@ class DataSection:
     """File or folder. Not set: the sources of Python's standard library."""
 
     kind: Tokens = field(default="auto", metadata=FIXED)
-    """text (files are tokenised when the run starts) or array (`.npy`, or `.bin` without a header, read when it is used);
-    auto goes by the file's name."""
+    """text (files are tokenised when the run starts), array (`.npy`, or `.bin` without a header, read when it is used) or
+    records (chats, instructions or documents in `.jsonl`, `.parquet` or compressed files); auto goes by the file's name."""
 
     dtype: TokenDtype = field(default="uint16", metadata=FIXED)
     """Dtype of the tokens in a `.bin` file."""
 
     tokenizer: Path | None = field(default=None, metadata=FIXED)
-    """Folder or file of a Hugging Face tokenizer for text. Not set: the tokenizer in the model's folder if it has one,
+    """Folder or file of a Hugging Face tokenizer for text and records. Not set: the tokenizer in the model's folder if it has one,
     otherwise bytes."""
 
     context: PositiveCount = field(default=128, metadata=FIXED)
     """Tokens the model sees at once."""
 
     held_out: ProperFraction = field(default=0.05, metadata=FIXED)
-    """Share of the tokens, from the end, that is held out for evaluation."""
+    """Share of the tokens, or of the records, from the end, that is held out for evaluation."""
+
+    loss_on: Learned = field(default="answers", metadata=FIXED)
+    """What is learned of chats and instructions: the answers, or all tokens. Of documents, all tokens are."""
+
+    packing: bool = field(default=True, metadata=FIXED)
+    """Put several records into one window, where no token sees those of another record. false: each has its own window."""
+
+    template: Path | None = field(default=None, metadata=FIXED)
+    """File with the chat template, in Jinja. Not set: the tokenizer's; a plain one if it has none."""
 
     max_bytes: PositiveCount | None = field(default=None, metadata=FIXED)
     """Most bytes of text to read. Not set: all of it, and 8 million bytes of the standard library."""
@@ -337,6 +351,9 @@ class EvaluationSection:
     windows: PositiveCount = 64
     """At most this many windows, spread evenly."""
 
+    patience: Count = 0
+    """End the run when this many evaluations in a row have found no lower loss; 0 for never."""
+
     ema: bool = False
     """Evaluate the averages of `optimizer.ema`, and generate the samples with them."""
 
@@ -350,6 +367,9 @@ class CheckpointSection:
 
     keep: PositiveCount = 2
     """Number of the newest checkpoints to keep."""
+
+    best: bool = False
+    """Keep the weights with the lowest held-out loss so far in `best`, and export them at the end (`export`)."""
 
     only_trainable: bool = False
     """Leave frozen parameters out (`model.trainable`). They are saved once, in `base`, unless the Hugging Face folder
@@ -460,6 +480,22 @@ class RunConfig:
                 "checkpoint.only_trainable leaves frozen parameters out, and all are trained. Say with model.trainable which "
                 "are, or leave it out.",
             )
+        if self.model.dtype == "bf16" and self.compute.precision != "bf16":
+            yield Problem(
+                ("model.dtype", "compute.precision"),
+                "Weights that are in bfloat16 between steps are computed with in bfloat16: model.dtype is bf16, and "
+                f"compute.precision is {self.compute.precision}. Set compute.precision to bf16, or leave model.dtype out.",
+            )
+        for name, is_wanted in (
+            ("evaluation.patience", self.evaluation.patience > 0),
+            ("checkpoint.best", self.checkpoint.best),
+        ):
+            if is_wanted and not self.evaluation.every:
+                yield Problem(
+                    (name, "evaluation.every"),
+                    f"{name} needs evaluations between the steps, and evaluation.every is 0. Set it, for instance to "
+                    f"{max(1, self.train.steps // 10)}, or leave {name} out.",
+                )
         for name, is_set in (
             ("evaluation.ema", self.evaluation.ema),
             ("checkpoint.export_ema", self.checkpoint.export_ema),

@@ -61,7 +61,7 @@ def read_earlier_starts(metrics: Path) -> EarlierStarts:
             first_evaluation = first_evaluation or event
         elif isinstance(event, BadStep) and event.action == "skip":
             skipped.append(event.step)
-        elif isinstance(event, Checkpoint):
+        elif isinstance(event, Checkpoint) and not event.best:
             saved_step = event.step
     return EarlierStarts(
         count=count,

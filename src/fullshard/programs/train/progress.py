@@ -122,6 +122,8 @@ class RunProgress:
         print_line(self._console, text)
 
     def _saved(self, event: Checkpoint) -> str:
+        if event.best:
+            return f"step {event.step}: lowest held-out loss so far; saved in {self._folder / event.path}"
         removed = [str(self._folder / path) for path in event.removed]
         return f"step {event.step}: saved in {self._folder / event.path}" + (
             f"; removed {', '.join(removed)} (checkpoint.keep)" if removed else ""

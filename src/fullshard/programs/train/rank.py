@@ -138,7 +138,12 @@ def _check_model(job: Job) -> None:
 def _export(job: Job, progress: RunProgress | None) -> CheckpointError | None:
     """Export the model, and print where it is; return the error if that fails, which all ranks have."""
     try:
-        mark = export_newest(job.folder, job.source, ema=job.config.checkpoint.export_ema)
+        mark = export_newest(
+            job.folder,
+            job.source,
+            ema=job.config.checkpoint.export_ema,
+            best=job.config.checkpoint.best,
+        )
     except CheckpointError as error:
         return CheckpointError(
             f"The run is trained and saved, but its model was not exported: {error}"

@@ -49,7 +49,12 @@ from fullshard import (
 from fullshard.errors import ConfigurationError
 from fullshard.plan.mesh import cap_timeout, default_group
 from fullshard.plan.names import clean_name
-from fullshard.programs.train.config import ComputeSection, Recomputation, RunConfig
+from fullshard.programs.train.config import (
+    ComputeSection,
+    ModelSection,
+    Recomputation,
+    RunConfig,
+)
 from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.weights import materialise
 from fullshard.wrap import CustomPolicy
@@ -161,9 +166,7 @@ def build_model(
     """
     config.check(dist.get_world_size())
     mesh = make_mesh(config.sharding.replicas, device)
-    model = source.build()
-    if config.model.trainable is not None:
-        freeze_others(model, config.model.trainable)
+    model = configured(source.build(), config.model)
     unsharded = UnshardedModel(
         sum(parameter.numel() for parameter in model.parameters()),
         sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
@@ -182,6 +185,16 @@ def build_model(
     else:
         sharded = FullyShardModel(shard(model, blocks, mesh, device, config, allocate), unsharded)
     return sharded
+
+
+def configured(model: nn.Module, section: ModelSection) -> nn.Module:
+    """Return a model on the meta device with the dtype and the frozen parameters that its section says."""
+    if section.dtype == "bf16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)  # ties stay
+    if section.trainable is not None:
+        freeze_others(model, section.trainable)
+    return model
 
 
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
