@@ -72,7 +72,7 @@ def test_a_step_of_the_wrapper_has_the_wrapper_s_groups() -> None:
         groups = planned.trace.groups
         padded[api] = sum(group.padded_numel for group in groups)
         numel = sum(group.numel for group in groups)
-    assert padded["wrapper"] < 1.001 * numel < 1.01 * numel < padded["fully_shard"]
+    assert padded["fsdp1"] < 1.001 * numel < 1.01 * numel < padded["fsdp2"]
 
 
 def test_much_padding_is_named_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:

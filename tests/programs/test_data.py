@@ -233,7 +233,7 @@ def test_one_file_that_is_no_text_is_refused_unless_it_is_said_to_be_read_as_it_
         assert data.training.rows([0])[0].tolist() == list(content[:10])
     with pytest.raises(ConfigurationError, match="is empty, or not text"):
         opened(tmp_path)
-    for name in ("b.txt", "b.jsonl", "b.gz", "PKGBUILD"):
+    for name in ("b.txt", "b.json", "b.gz", "PKGBUILD"):
         assert opened(write(tmp_path / name, b"P" + text)).left_out == ""
 
 
