@@ -43,6 +43,9 @@ class Start:
     """Bytes of all parameters."""
     rank_bytes: tuple[int, ...]
     """Bytes of the parameters that each rank holds between steps."""
+    baseline_bytes: int = 0
+    """Resident memory of the first rank before it made the model, of Python, torch and the data; 0 on CUDA, where memory is
+    that of tensors."""
     tokens_per_step: int
     steps: int
     model: str

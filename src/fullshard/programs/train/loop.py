@@ -126,6 +126,7 @@ class Training:
         """Build the model, and load the newest checkpoint if there is one. All ranks call it."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.job, self.config, self.watch = job, job.config, watch
+        self._baseline_bytes = memory_bytes(job.device) if job.device.type == "cpu" else 0
         self.model = build_model(job.config, job.source, job.device)
         self.optimizer = build_optimizer(job.config.optimizer, self.model)
         self.cost = OptimizerCost(self.optimizer, job.device)
@@ -456,6 +457,7 @@ class Training:
             parameters=self.model.unsharded.num_elements,
             unsharded_bytes=self.model.unsharded.num_bytes,
             rank_bytes=tuple(RankGroup().collect(self.model.bytes_at_rest())),
+            baseline_bytes=self._baseline_bytes,
             tokens_per_step=config.train.batch * config.data.context,
             steps=config.train.steps,
             model=", ".join(filter(None, (self.job.source.description, self._weights))),
