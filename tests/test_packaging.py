@@ -25,9 +25,10 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 EXTRA_OF = {
     "programs/plan_tool/page.py": "report",
     "programs/report": "report",
-    "programs/train/metrics_file.py": "tensorboard",
+    "programs/train/mlflow_run.py": "mlflow",
     "programs/train/chat_template.py": "transformers",
     "programs/train/record_files.py": "datasets",
+    "programs/train/tensorboard_files.py": "tensorboard",
     "programs/train/tokenizer.py": "transformers",
     "programs/train/transformers_model.py": "transformers",
     "programs/train/wandb_run.py": "wandb",

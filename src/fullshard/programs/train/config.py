@@ -420,6 +420,13 @@ class LogSection:
     wandb_offline: bool = False
     """Send nothing, and write to the folder `wandb` what `wandb sync` sends later."""
 
+    mlflow: bool = False
+    """Send metrics to MLflow, too; needs the package mlflow, which reads its environment variables (MLFLOW_TRACKING_URI,
+    ...)."""
+
+    mlflow_experiment: str = "fullshard"
+    """Experiment of MLflow in which the run appears."""
+
     report: bool = True
     """Write `report.html` at the end; needs the package plotly."""
 

@@ -8,7 +8,7 @@
       best/            weights with the lowest held-out loss, with checkpoint.best
       base/            frozen parameters, with checkpoint.only_trainable
       trace/  tensorboard/  wandb/  model/  report.html
-      wandb_id         by which Weights & Biases knows the run
+      wandb_id  mlflow_id   by which Weights & Biases, or MLflow, knows the run
       lock             held while a run is active
 
 A folder belongs to one run: its configuration must agree with the given one in all fields that decide the trajectory. One
@@ -62,6 +62,7 @@ class RunFolder:
         self.trace = path / "trace"
         self.tensorboard = path / "tensorboard"
         self.wandb_id = path / "wandb_id"
+        self.mlflow_id = path / "mlflow_id"
         self.exported_model = path / "model"
 
     def check(self, config: RunConfig) -> None:
