@@ -78,6 +78,10 @@ def test_inputs_follow_instructions_and_systems_begin_conversations() -> None:
         ({"messages": [ASKED]}, "must have an answer, a message of the role assistant; record 3 of x"),
         ({"messages": [{"role": "user"}]}, "messages must be a list of messages"),
         ({"messages": "hello"}, "messages must be a list of messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWERED]},
+            "messages must be a list of messages",
+        ),
     ],
 )  # fmt: skip
 def test_a_record_of_another_form_is_named(record: dict[str, Any], message: str) -> None:

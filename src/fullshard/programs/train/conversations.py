@@ -119,9 +119,10 @@ def _message(value: Any) -> Message | None:
     if not isinstance(value, Mapping):
         return None
     role, content = value.get("role", value.get("from")), value.get("content", value.get("value"))
-    if isinstance(content, list):  # parts, of which texts are taken
+    if isinstance(content, list):  # parts, all of which are texts
         parts = [each.get(TEXT) for each in content if isinstance(each, Mapping)]
-        content = "".join(parts) if parts and all(isinstance(each, str) for each in parts) else None
+        texts = [each for each in parts if isinstance(each, str)]
+        content = "".join(texts) if len(texts) == len(content) else None
     if not isinstance(role, str) or not isinstance(content, str):
         return None
     return {"role": ROLES.get(role, role), "content": content}

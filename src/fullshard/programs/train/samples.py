@@ -67,8 +67,8 @@ def write_samples(
             texts[:, position] = _agreed(_choose(last, section.temperature, generator), device)
     finally:
         model.train(was_training)
-    end = prompts.end if prompts is not None else ""
-    return [_shown(text, len(prompt), tokenizer, end) for text in texts.tolist()]
+    mark = "" if prompts is None else prompts.end
+    return [_shown(text, len(prompt), tokenizer, mark) for text in texts.tolist()]
 
 
 def _shown(tokens: list[int], num_asked: int, tokenizer: Tokenizer, end: str) -> str:
