@@ -78,7 +78,8 @@ def test_what_json_cannot_say_is_refused(tmp_path: Path) -> None:
 def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     model, _ = Setting(door="plain").build()
     for step in (8, 9, 10):
-        checkpoint.save(tmp_path / f"step-{step}", model, extra=step, keep_last=2)
+        saved = checkpoint.save(tmp_path / f"step-{step}", model, extra=step, keep_last=2)
+        assert saved.removed == ((tmp_path / "step-8",) if step == 10 else ())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-9"]
     assert checkpoint.latest(tmp_path) == tmp_path / "step-10"
 

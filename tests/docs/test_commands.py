@@ -76,6 +76,8 @@ ELSEWHERE = {
     r"fullshard evaluate RUN.*": ("starts ranks", "tests/programs/test_evaluate.py"),
     r"fullshard plan llama3-8b .*": ("searches for seconds; with a small model", "tests/plan_tool/test_plan_command.py"),
     r"fullshard plan .* --html .*": ("plans many numbers of GPUs", "tests/plan_tool/test_plan_page.py"),
+    r"fullshard train .* --set data.path=chats.jsonl .*": ("imports transformers", "tests/programs/test_records.py"),
+    r"fullshard export RUN/best": ("needs a run that keeps them", "tests/programs/test_best_weights.py"),
     r"fullshard export .* --ema": ("needs a run with averages", "tests/programs/test_averages.py"),
     r"fullshard export .* --config-from .*": ("imports transformers", "tests/programs/test_export.py"),
 }  # fmt: skip

@@ -70,14 +70,14 @@ def test_a_step_of_the_wrapper_has_the_wrapper_s_groups() -> None:
     """Ranks divide neither the rows of matrices nor those of vectors, but the flat array nearly."""
     ranks, model = 7, {"layers": 2, "width": 20, "heads": 2}
     padded = {}
-    for door in ("fully_shard", "wrapper"):
-        run = config(model=model, sharding={"door": door}, train={"batch": ranks})
+    for api in ("fsdp2", "fsdp1"):
+        run = config(model=model, sharding={"api": api}, train={"batch": ranks})
         planned = plan_step(run, ranks, H100)
         assert planned.trace is not None and planned.padding is None
         groups = planned.trace.groups
-        padded[door] = sum(group.padded_numel for group in groups)
+        padded[api] = sum(group.padded_numel for group in groups)
         numel = sum(group.numel for group in groups)
-    assert padded["wrapper"] < 1.001 * numel < 1.01 * numel < padded["fully_shard"]
+    assert padded["fsdp1"] < 1.001 * numel < 1.01 * numel < padded["fsdp2"]
 
 
 def test_much_padding_is_named_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,12 @@ from typing import Any
 
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train.array_files import read_header
+from fullshard.programs.train.chat_template import own_template
 from fullshard.programs.train.config import DataSection, Problem, RunConfig
 from fullshard.programs.train.data_files import DataFiles, data_files
 from fullshard.programs.train.decoder_shape import VOCABULARY_UNKNOWN, decoder_shape
 from fullshard.programs.train.held_out_split import training_lengths
+from fullshard.programs.train.record_files import check_datasets
 from fullshard.programs.train.tokenizer import tokenizer_path
 
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -92,6 +94,8 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if files.kind == "array":
         yield from _array_problems(config, files)
+    elif files.kind == "records":
+        yield from _record_problems(config, files)
     elif tokenizer_path(config) is None:  # with a tokenizer the number of tokens is not known yet
         size = sum(file.stat().st_size for file in files.paths)
         size = size if files.max_bytes is None else min(size, files.max_bytes)
@@ -155,6 +159,20 @@ def _array_problems(config: RunConfig, files: DataFiles) -> Iterator[Problem]:
         yield Problem(
             ("data.path", "data.kind", "data.tokenizer", "model.vocabulary"), VOCABULARY_UNKNOWN
         )
+
+
+def _record_problems(config: RunConfig, files: DataFiles) -> Iterator[Problem]:
+    for package in ("transformers", "jinja2"):
+        if find_spec(package) is None:
+            yield Problem(
+                ("data.path", "data.kind"),
+                f"Chats and instructions are rendered with the package {package}. Install fullshard[transformers].",
+            )
+    try:
+        check_datasets(files.paths)
+        own_template(config)
+    except ConfigurationError as error:
+        yield Problem(("data.path", "data.kind", "data.template"), str(error))
 
 
 def _length_problems(
