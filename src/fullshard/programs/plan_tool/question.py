@@ -84,11 +84,11 @@ def read_question(
     wanted = [*of_model, *settings]
     open_fields = frozenset() if file else _open_fields(wanted)
     if file is None:
-        # A run's own defaults are for a few ranks on a CPU.
+        # A run's own defaults are for a few ranks on a CPU. Other fields may go together with bf16 only, so it comes first.
+        if PRECISION in open_fields and not machine.host.is_synchronous:
+            wanted.append(f"{PRECISION}=bf16")
         asked = read_config(None, wanted)
-        wanted += _usual_settings(
-            asked, open_fields, gpus or asked.run.ranks or DEFAULT_WORLD, machine
-        )
+        wanted += _usual_settings(asked, open_fields, world_of(asked), machine)
     config = read_config(file, wanted, checks=[problems])
     tokens = config.train.steps * config.train.batch * config.data.context if file else None
     return Question(config, world_of(config), machine, open_fields, tokens)
@@ -103,15 +103,12 @@ def _open_fields(settings: Sequence[str]) -> frozenset[str]:
 def _usual_settings(
     config: RunConfig, open_fields: frozenset[str], world: int, machine: Machine
 ) -> Iterator[str]:
-    """Yield what a model is usually trained with: on GPUs bf16 and long windows; one window for each rank and microbatch.
+    """Yield what a model is usually trained with: on GPUs long windows; one window for each rank and microbatch.
 
     `starting_point` may make more windows of it.
     """
-    if not machine.host.is_synchronous:
-        if PRECISION in open_fields:
-            yield f"{PRECISION}=bf16"
-        if CONTEXT in open_fields:
-            yield f"{CONTEXT}={min(longest_window(config) or DECODER_CONTEXT, USUAL_TOKENS)}"
+    if CONTEXT in open_fields and not machine.host.is_synchronous:
+        yield f"{CONTEXT}={min(longest_window(config) or DECODER_CONTEXT, USUAL_TOKENS)}"
     if BATCH in open_fields:
         yield f"{BATCH}={world * config.train.accumulate}"
 
