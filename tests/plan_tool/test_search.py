@@ -82,6 +82,7 @@ def searched(
     *settings: str,
     gpus: int = 16,
     held_gib: float = 1.0,
+    state_gib: float = 0.0,
     whole: Cost | None = None,
     given: PlannedStep | None = None,
 ) -> tuple[Search, list[RunConfig]]:
@@ -92,9 +93,8 @@ def searched(
     def make(one: Question, _: object, takes: Cost = cost) -> PlannedStep:
         plans.append(one.config)
         seconds, gib = takes(one.config)
-        memory = replace(
-            template.memory, reserved=int(gib * GIB), at_peak={"parameters": int(held_gib * GIB)}
-        )
+        held: Any = {"parameters": int(held_gib * GIB), "optimizer": int(state_gib * GIB)}
+        memory = replace(template.memory, reserved=int(gib * GIB), at_peak=held)
         idle: Any = defaultdict(float)
         playback = replace(template.playback, seconds=seconds, idle=idle)
         return replace(
@@ -248,6 +248,10 @@ def test_another_optimizer_comes_after_all_else_that_fits(
     ):
         found, plans = searched(template, monkeypatch, partial(cost, only_blocks=only_blocks))
         assert dict(found.best[0].change.values) == first and found.fits
+    # Parameters and state do not fit, and do with state in 8 bits.
+    large = partial(cost, only_blocks=95.0)
+    found, _ = searched(template, monkeypatch, large, held_gib=40.0, state_gib=80.0)
+    assert dict(found.best[0].change.values) == {OPTIMIZER: "adamw8bit"} and found.fits
     roomy, plans = searched(template, monkeypatch, lambda _: (1.0, 10.0))
     assert {config.optimizer.name for config in plans} == {"adamw"}
     assert OPTIMIZER in untried_text(question(), roomy)

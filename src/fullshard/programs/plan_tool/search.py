@@ -48,6 +48,8 @@ BEST = 5
 """So many are returned."""
 MARGIN = 0.05
 """The share of memory by which estimates may be off: it stays free where microbatches are chosen to fit."""
+OF_STATE_IN_8_BITS = 0.26
+"""The share of Adam's state that is left in 8 bits, with its scales."""
 WORTHWHILE = 1.01
 """A change must give this much more throughput."""
 
@@ -198,6 +200,8 @@ class _Searching:
         larger = after.sharding.replicas / before.sharding.replicas
         parameters = held.get("parameters", 0) * larger
         state = held.get("optimizer", 0) * larger * _keepers(before) / _keepers(after)
+        if after.optimizer.name != before.optimizer.name:
+            state *= OF_STATE_IN_8_BITS
         return parameters + state < self._question.machine.usable_bytes
 
     def _is_idle(self, change: Change) -> bool:
