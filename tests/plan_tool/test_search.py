@@ -30,6 +30,7 @@ from fullshard.programs.plan_tool.changes import (
     RECOMPUTE,
     REPLICAS,
     RESHARD,
+    WEIGHTS,
     changed,
     replica_sizes,
     single_changes,
@@ -254,8 +255,22 @@ def test_another_optimizer_comes_after_all_else_that_fits(
     assert dict(found.best[0].change.values) == {OPTIMIZER: "adamw8bit"} and found.fits
     roomy, plans = searched(template, monkeypatch, lambda _: (1.0, 10.0))
     assert {config.optimizer.name for config in plans} == {"adamw"}
+    assert {config.model.dtype for config in plans} == {"fp32"}
     assert OPTIMIZER in untried_text(question(), roomy)
     assert OPTIMIZER not in untried_text(question(), found)
+
+
+def test_weights_in_bf16_are_tried_where_memory_is_short(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        return 1.0, 70.0 if config.model.dtype == "bf16" else 100.0
+
+    found, _ = searched(template, monkeypatch, cost, held_gib=45.0, state_gib=90.0)
+    assert dict(found.best[0].change.values) == {WEIGHTS: "bf16"} and found.fits
+    assert WEIGHTS not in untried_text(question(), found)
+    in_fp32 = question("compute.precision=fp32")
+    assert not any(change.axis == WEIGHTS for change in single_changes(in_fp32))
 
 
 def test_compiled_blocks_are_tried(template: PlannedStep, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Changes of a configuration: how it is sharded, recomputed, accumulated and compiled.
 
 A change is written as `--set` takes it. Most do not change what is learned. Those in `TRAINS_OTHERWISE` do: a larger batch, the
-optimizer with state in 8 bits. With `compute.wire` gradients are rounded on the wire.
+optimizer with state in 8 bits, weights and their state in bfloat16. With `compute.wire` gradients are rounded on the wire.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ OFFLOAD = "sharding.offload"
 COMPILE = "compute.compile"
 OPTIMIZER = "optimizer.name"
 
-TRAINS_OTHERWISE = {BATCH, OPTIMIZER}
+WEIGHTS = "model.dtype"
+
+TRAINS_OTHERWISE = {BATCH, OPTIMIZER, WEIGHTS}
 """Fields whose values change what is learned."""
 
 LARGER = (2, 4)
@@ -115,6 +117,8 @@ def single_changes(question: Question) -> list[Change]:
         found.append(Change(((COMPILE, "blocks"),)))
     if config.optimizer.name in ("adam", "adamw"):
         found.append(Change(((OPTIMIZER, "adamw8bit"),), saves_memory=True))
+    if config.model.dtype == "fp32" and config.compute.precision == "bf16":
+        found.append(Change(((WEIGHTS, "bf16"),), saves_memory=True))
     return [change for change in found if is_possible(question, change)]
 
 

@@ -26,7 +26,7 @@ from fullshard.programs.plan_tool.answers import (
     validation_text,
     verdict,
 )
-from fullshard.programs.plan_tool.changes import OPTIMIZER, WIRE
+from fullshard.programs.plan_tool.changes import OPTIMIZER, WEIGHTS, WIRE
 from fullshard.programs.plan_tool.machine import TERA, Machine
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.profile_file import assumptions
@@ -52,6 +52,7 @@ GRAPH_NOTE = (
 
 CHANGE_NOTES = {
     WIRE: f"{WIRE}=bf16 rounds gradients, so a run cannot change it later.",
+    WEIGHTS: f"{WEIGHTS}=bf16 rounds weights and optimizer state, so small updates are lost.",
     OPTIMIZER: f"{OPTIMIZER}=adamw8bit rounds the optimizer's state to 8 bits.",
 }
 """What has to be said about a change, by the field that it changes."""

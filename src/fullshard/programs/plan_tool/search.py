@@ -7,8 +7,8 @@
     larger      the best with more windows, estimated: that changes what is learned
 
 What cannot help: replicas whose parameters and optimizer state alone are too large, and what only saves memory while there is
-enough of it. Shards go to host memory (`sharding.offload`) only where nothing else fits. An optimizer with smaller state comes after
-all else that fits.
+enough of it. Shards go to host memory (`sharding.offload`) only where nothing else fits. An optimizer with smaller state, and weights
+and state in bfloat16, come after all else that fits.
 """
 
 from __future__ import annotations
@@ -202,6 +202,8 @@ class _Searching:
         state = held.get("optimizer", 0) * larger * _keepers(before) / _keepers(after)
         if after.optimizer.name != before.optimizer.name:
             state *= OF_STATE_IN_8_BITS
+        if after.model.dtype != before.model.dtype:  # from 32 to 16 bits
+            parameters, state = parameters / 2, state / 2
         return parameters + state < self._question.machine.usable_bytes
 
     def _is_idle(self, change: Change) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fullshard.errors import size_text
 from fullshard.programs.console.tables import counted
-from fullshard.programs.plan_tool.changes import OFFLOAD, OPTIMIZER, Change
+from fullshard.programs.plan_tool.changes import OFFLOAD, OPTIMIZER, WEIGHTS, Change
 from fullshard.programs.plan_tool.planned_step import PlannedStep, held_bytes
 from fullshard.programs.plan_tool.question import Question
 from fullshard.programs.plan_tool.search import Found, Search
@@ -86,8 +86,11 @@ def untried_text(question: Question, found: Search) -> str:
         saving.append(f"{OFFLOAD} (shards in host memory)")
     if OPTIMIZER not in tried and config.optimizer.name in ("adam", "adamw"):
         saving.append(f"{OPTIMIZER}=adamw8bit")
+    if WEIGHTS not in tried and config.model.dtype == "fp32":
+        saving.append(f"{WEIGHTS}=bf16 (weights and optimizer state)")
     if saving:
-        parts.append(f"{' and '.join(saving)}, which only save{'s' * (len(saving) == 1)} memory")
+        listed = " and ".join(each for each in (", ".join(saving[:-1]), saving[-1]) if each)
+        parts.append(f"{listed}, which only save{'s' * (len(saving) == 1)} memory")
     return f"Not tried: {'; '.join(parts)}."
 
 
