@@ -120,6 +120,7 @@ def test_gains_of_several_fields_are_combined_and_the_best_comes_first(
     found, _ = searched(template, monkeypatch, cost)
     first = found.best[0]
     assert dict(first.change.values) == {REPLICAS: 2, RESHARD: False}
+    assert first.change in [each.change for each in found.tried]  # which the table shows
     assert first.is_confirmed and first.reason.startswith("1.39 x tokens/s")
     assert [each.step.seconds for each in found.best] == sorted(
         each.step.seconds for each in found.best

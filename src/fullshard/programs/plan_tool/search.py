@@ -87,7 +87,7 @@ class Search:
     best: Sequence[Found]
     """The best first; better than what was given, or at least fitting if that does not fit."""
     tried: Sequence[Found]
-    """Changes of one field, in the order of fields."""
+    """Changes of one field, in the order of fields; then changes of several."""
     num_plans: int
     num_pruned: int
     """Changes that cannot help, which were not estimated."""
@@ -167,7 +167,7 @@ class _Searching:
         return Search(
             best=best,
             larger=self._larger(best),
-            tried=[*tried, *moved],
+            tried=[*tried, *together, *moved],
             num_plans=self._done,
             num_pruned=len(possible) - len(wanted),
             failed=self._failed,
