@@ -76,9 +76,6 @@ def untried_text(question: Question, found: Search) -> str:
     tried = {name for each in (*found.tried, *found.best) for name, _ in each.change.values}
     config = question.config
     parts = ["context, expert and tensor parallelism, which fullshard does not have"]
-    parts.append(
-        "optimizer state and weights in bfloat16, for which fullshard train has no setting"
-    )
     if not config.compute.graph:
         parts.append("compute.graph, whose gain plans do not model")
     saving = []
