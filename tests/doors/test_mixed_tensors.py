@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor.experimental import implicit_replication
 
-from fullshard import UnsupportedError, fully_shard
+from fullshard import LifecycleError, UnsupportedError, clip_grad_norm_, fully_shard
 from fullshard.comm.watchdog import process_end
 from tests.helpers.fake import fake_world
 
@@ -143,3 +143,23 @@ def test_an_optimizer_s_error_names_parameters_by_their_paths() -> None:
             torch.optim.LBFGS(root.parameters()).step(lambda: 0.0)
     paths = [f"{name}.{kind}" for name in ("first", "second") for kind in ("weight", "bias")]
     assert f"0: {', '.join(f'0.{path}' for path in paths)}" in str(caught.value)
+
+
+def test_errors_about_unsharded_parameters_name_them_by_their_paths() -> None:
+    with fake_world(2):
+        root: Any = nn.Sequential(sharded_pair(), nn.Linear(4, 4))
+        root[0].unshard()  # before a forward tells where the module is
+        root[0].reshard()
+        fully_shard(root)
+        root(torch.ones(2, 4)).sum().backward()
+        root[0].unshard()
+        params = list(root[0].parameters())
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        paths = r"\['0.first.weight', '0.first.bias', '0.second.weight', '0.second.bias'\]"
+        with pytest.raises(LifecycleError, match=f"these are unsharded now: {paths}"):
+            clip_grad_norm_(params, 1.0)
+        clip_grad_norm_(root, 1.0)
+        root[0].reshard()
+        with pytest.raises(LifecycleError, match=f"SGD was made while .* unsharded.*: {paths}"):
+            optimizer.step()
+        torch.optim.SGD(root.parameters(), lr=0.1).step()
