@@ -87,11 +87,13 @@ def test_a_state_dict_of_whole_tensors_names_what_is_sharded_and_how_it_is_loade
         model = sharded()
         with pytest.raises(RuntimeError) as caught:
             model.load_state_dict(whole)
-        lines = str(caught.value).splitlines()
-        assert sorted(line.strip() for line in lines[1:6]) == [
-            f"{name} is sharded, and the state dict has a whole tensor." for name in sorted(whole)
+        # Until 2.12, torch takes a tensor of one number for a replicated one, and loads it.
+        named = sorted(whole.keys() - ({"scale"} if torch.__version__ < "2.13" else set()))
+        _, *lines, remedy = str(caught.value).splitlines()
+        assert sorted(line.strip() for line in lines) == [
+            f"{name} is sharded, and the state dict has a whole tensor." for name in named
         ]
-        assert "set_model_state_dict" in lines[6] and len(lines) == 7
+        assert "set_model_state_dict" in remedy
 
         # Also from above, and with errors of other kinds, which stay.
         outer = nn.ModuleDict({"net": model, "plain": nn.Linear(2, 2)})
