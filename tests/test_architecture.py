@@ -486,7 +486,7 @@ def test_the_house_stays_small() -> None:
         source.path: len((FOLDER / source.path).read_text().splitlines()) for source in sources()
     }
     entries = [path for path in FOLDER.iterdir() if path.name != "__pycache__"]
-    assert len(entries) <= 24
+    assert len(entries) <= 26
     assert statistics.median(sizes.values()) <= 200
     assert none([f"{path} has {lines} lines" for path, lines in sizes.items() if lines > 650])
     assert none(long_functions(sources()))

@@ -107,6 +107,7 @@ from fullshard.torch_border.operators import (
     leaves_in as leaves_in,
     memory_efficient_attention as memory_efficient_attention,
     signature_of as signature_of,
+    takes_itself_apart as takes_itself_apart,
     with_tensors as with_tensors,
     without_function_modes as without_function_modes,
 )

@@ -43,7 +43,7 @@ class VirtualDevice(Protocol):
         """Return the stream to which operations go now."""
 
     def new_clock(self) -> Any:
-        """Return what a trace takes its times from: `comm.spans`."""
+        """Return what a trace takes its times from: `comm.spans`; None for the host's clock."""
 
     def allocated_bytes(self) -> int:
         """Return the bytes that tensors have now."""
