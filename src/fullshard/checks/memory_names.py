@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
+from fullshard import torch_border
 from fullshard.comm.all_gather import GroupAllGather
 from fullshard.engine import known_groups
 from fullshard.engine.param_group import FSDPParamGroup
 
 
-def named_storages() -> Iterator[tuple[UntypedStorage, str]]:
-    """Yield the storages of all groups, each with what it holds."""
+def named_storages() -> Iterator[tuple[int, str]]:
+    """Yield the storages of all groups, as `torch_border.id_of_storage` numbers them, each with what it holds."""
     for group in known_groups.living_groups():
-        yield from _storages_of(group)
+        for storage, name in _storages_of(group):
+            yield torch_border.id_of_storage(storage), name
 
 
 def _storages_of(group: FSDPParamGroup) -> Iterator[tuple[UntypedStorage, str]]:

@@ -45,4 +45,4 @@ def _name_of(code: CodeType) -> tuple[bool, str] | None:
         return True, f"{Path(path).relative_to(_PACKAGE.parent)}:{{line}} {code.co_qualname}"
     if path.startswith(("<", *_FOREIGN)):
         return None
-    return False, f"{Path(path).name}:{{line}} {code.co_name}"
+    return False, f"{Path(path).name}:{{line}} {code.co_qualname}"

@@ -35,9 +35,10 @@ EVERYTHING = Region(0, 1 << 62, 1 << 62)
 def region_of(tensor: Tensor) -> Region | None:
     """Return the bytes that a strided tensor covers; None if it has no elements."""
     item = tensor.element_size()
-    run, steps = item, []
-    begin = tensor.storage_offset() * item
-    dims = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    run = item
+    steps: list[tuple[int, int]] = []
+    begin = int(tensor.storage_offset()) * item
+    dims = sorted(zip(map(int, tensor.stride()), map(int, tensor.shape), strict=True))
     for stride, size in dims:
         if size == 0:
             return None

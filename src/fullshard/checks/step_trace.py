@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -41,6 +41,8 @@ class StepTrace(DeviceObserver):
         self.device: VirtualDevice
         """The device that tells; set when there is one."""
         self._communicators: dict[Any, int] = {}
+        self._marked_by: dict[int, int] = {}
+        """By event, the stream whose end it marks."""
 
     # --- accesses ---------------------------------------------------------------------------------
 
@@ -48,12 +50,12 @@ class StepTrace(DeviceObserver):
         """Note what an operation reads and writes."""
         if self.device.is_building:
             return
-        read, written = _read_and_written(call)
+        read, written = read_and_written(call)
         self._access(stream, str(call.operator), read, written)
 
     def computed(self, call: Call, meta: Call) -> None:
         """Note what the host reads and writes."""
-        read, written = _read_and_written(call)
+        read, written = read_and_written(call)
         self._access(HOST, str(call.operator), read, written)
 
     def fused(
@@ -65,10 +67,14 @@ class StepTrace(DeviceObserver):
     def transferred(self, stream: int, transfer: Transfer) -> None:
         """Note a copy."""
         self._access(stream, "copy of host memory", transfer.sources, transfer.targets)
+        if transfer.waits:
+            self._let_host_wait(stream)
 
     def communicated(self, stream: int, call: CollectiveCall, event: int) -> None:
         """Note a collective: see [Note: what a collective accesses]."""
-        if call.is_asynchronous:
+        if any(each.is_cpu for each in call.whole):
+            stream = HOST
+        elif call.is_asynchronous:
             own = self._communicators.setdefault(
                 call.group, FIRST_COMMUNICATOR + len(self._communicators)
             )
@@ -76,36 +82,41 @@ class StepTrace(DeviceObserver):
             self.entries += [Mark(stream, begin), Wait(own, begin)]
             stream = own
         self._access(stream, call.kind, call.inputs, call.outputs)
+        self._marked_by[event] = stream
         self.entries.append(Mark(stream, event))
 
     def read_value(self, stream: int, tensor: Tensor) -> None:
-        """Note that the host reads a value."""
+        """Note that the host reads a value, for which it waits."""
+        self._let_host_wait(stream)
         self._access(HOST, "reading a value", (tensor,), ())
 
     def _access(
         self, stream: int, what: str, read: Iterable[Tensor], written: Iterable[Tensor]
     ) -> None:
-        place = here()
-        for tensors, writes in ((read, False), (written, True)):
-            for tensor in tensors:
-                local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-                storage = local.untyped_storage()
-                if not local.is_meta and not self.device.is_of_host_memory(storage):
-                    continue
-                memory = self.device.memory_of(storage)
-                region = region_of(local)
-                if memory is not None and region is not None:
-                    self.entries.append(Access(stream, memory, region, writes, what, place))
+        self.entries += accesses(stream, what, read, written, self._memory_of)
+
+    def _memory_of(self, tensor: Tensor) -> int | None:
+        storage = tensor.untyped_storage()
+        if not tensor.is_meta and not self.device.is_of_host_memory(storage):
+            return None
+        return self.device.memory_of(storage)
+
+    def _let_host_wait(self, stream: int) -> None:
+        """Note a wait that is part of an operation of torch."""
+        event = self.device.new_number()
+        self.entries += [Mark(stream, event), Wait(HOST, event)]
 
     # --- order and memory -------------------------------------------------------------------------
 
     def marked(self, stream: int, event: int) -> None:
         """Note a mark."""
+        self._marked_by[event] = stream
         self.entries.append(Mark(stream, event, here()))
 
     def waited(self, stream: int, event: int) -> None:
-        """Note a wait."""
-        self.entries.append(Wait(stream, event, here()))
+        """Note a wait. One of a stream for itself, or for what the host has done, orders nothing."""
+        if self._marked_by.get(event) not in (stream, HOST):
+            self.entries.append(Wait(stream, event, here()))
 
     def allocated(self, memory: int, nbytes: int, stream: int) -> None:
         """Note memory that was taken."""
@@ -116,7 +127,24 @@ class StepTrace(DeviceObserver):
         self.entries.append(GivenBack(memory, here()))
 
 
-def _read_and_written(call: Call) -> tuple[list[Tensor], list[Tensor]]:
+def accesses(
+    stream: int,
+    what: str,
+    read: Iterable[Tensor],
+    written: Iterable[Tensor],
+    memory_of: Callable[[Tensor], int | None],
+) -> Iterator[Access]:
+    """Yield the accesses of one piece of work; ``memory_of`` returns the number of a tensor's memory, if that is watched."""
+    place = here()
+    for tensors, writes in ((read, False), (written, True)):
+        for tensor in tensors:
+            local = torch_border.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+            memory, region = memory_of(local), region_of(local)
+            if memory is not None and region is not None:
+                yield Access(stream, memory, region, writes, what, place)
+
+
+def read_and_written(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that a call reads, and those that it writes."""
     read: list[Tensor] = []
     written: list[Tensor] = []

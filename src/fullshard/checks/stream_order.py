@@ -20,7 +20,7 @@ access: it may be taken early and used late.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple, TypeAlias
 
 from fullshard.checks.regions import EVERYTHING, Region, overlap
@@ -106,25 +106,14 @@ def find_races(program: Iterable[Entry], without: Collection[Place] = ()) -> lis
         program: In the order in which the host issued it.
         without: Leave out marks and waits at these places, to see whether they are needed.
     """
-    order = _Order()
+    order = Order()
     for entry in program:
-        kind = type(entry)
-        if kind is Access:
-            order.access(entry)  # type: ignore[arg-type]
-        elif kind is Taken:
-            order.take(entry)  # type: ignore[arg-type]
-        elif kind is GivenBack:
-            order.give_back(entry)  # type: ignore[arg-type]
-        elif entry.place and entry.place in without:
-            continue
-        elif kind is Mark:
-            order.mark(entry)  # type: ignore[arg-type]
-        else:
-            order.wait(entry)  # type: ignore[arg-type]
+        if not (entry.place in without and isinstance(entry, Mark | Wait)):
+            order.issue(entry)
     return [*order.races.values()]
 
 
-class _Order:
+class Order:
     """What each stream knows, and the accesses to each memory."""
 
     def __init__(self) -> None:
@@ -139,18 +128,50 @@ class _Order:
         self._pools: defaultdict[int, dict[int, _Known]] = defaultdict(dict)
         """By pool and stream, the latest access to what was given back: whoever knows it knows those before."""
 
-    def mark(self, entry: Mark) -> None:
+    def issue(self, entry: Entry) -> None:
+        """Take note of what the host issues next."""
+        kind = type(entry)
+        if kind is Access:
+            self._access(entry)  # type: ignore[arg-type]
+        elif kind is Mark:
+            self._mark(entry)  # type: ignore[arg-type]
+        elif kind is Wait:
+            self._wait(entry)  # type: ignore[arg-type]
+        elif kind is Taken:
+            self._take(entry)  # type: ignore[arg-type]
+        else:
+            self._give_back(entry)  # type: ignore[arg-type]
+
+    def _mark(self, entry: Mark) -> None:
         self._marks[entry.event] = dict(self._clock(entry.stream))
 
-    def wait(self, entry: Wait) -> None:
+    def _wait(self, entry: Wait) -> None:
         _join(self._clocks[entry.stream], self._marks.get(entry.event, {}))
 
-    def take(self, entry: Taken) -> None:
+    def brings_news(self, entry: Wait) -> bool:
+        """Return whether a stream learns of something by waiting."""
+        clock = self._clock(entry.stream)
+        return any(
+            clock.get(stream, 0) < time
+            for stream, time in self._marks.get(entry.event, {}).items()
+            if stream != entry.stream
+        )
+
+    def knows(self, stream: int, accesses: Clock) -> bool:
+        """Return whether a stream knows accesses, given as a time for each of their streams."""
+        clock = self._clock(stream)
+        return all(clock.get(other, 0) >= time for other, time in accesses.items())
+
+    def time_of(self, stream: int) -> int:
+        """Return the time of a stream's latest access."""
+        return self._clocks[stream].get(stream, 0)
+
+    def _take(self, entry: Taken) -> None:
         self._pool_of[entry.memory] = entry.stream
         left = self._pools[entry.stream].values() if entry.stream != HOST else ()
         self._accesses[entry.memory] = [*left]
 
-    def give_back(self, entry: GivenBack) -> None:
+    def _give_back(self, entry: GivenBack) -> None:
         pool = self._pool_of.pop(entry.memory, HOST)
         found = self._accesses.pop(entry.memory, ())
         if pool == HOST:
@@ -162,7 +183,7 @@ class _Order:
                 place = entry.place if known.given_back is None else known.given_back
                 latest[stream] = _Known(known.time, known.access, EVERYTHING, place)
 
-    def access(self, entry: Access) -> None:
+    def _access(self, entry: Access) -> None:
         stream, region, writes = entry.stream, entry.region, entry.writes
         clock = self._clock(stream)
         now = clock[stream] = clock.get(stream, 0) + 1
@@ -201,10 +222,15 @@ def _join(clock: Clock, other: Clock) -> None:
             clock[stream] = time
 
 
-def places_of(program: Sequence[Entry], kind: type[Mark] | type[Wait]) -> dict[Place, int]:
-    """Return where a program marks or waits, and how often, but for what torch does by itself."""
-    found: defaultdict[Place, int] = defaultdict(int)
+def idle_waits(program: Iterable[Entry]) -> set[Place]:
+    """Return the places of waits by which no stream ever learns of anything that it did not know."""
+    order = Order()
+    seen: set[Place] = set()
+    useful: set[Place] = set()
     for entry in program:
-        if isinstance(entry, kind) and entry.place:
-            found[entry.place] += 1
-    return dict(found)
+        if isinstance(entry, Wait):
+            seen.add(entry.place)
+            if order.brings_news(entry):
+                useful.add(entry.place)
+        order.issue(entry)
+    return seen - useful

@@ -28,7 +28,6 @@ from torch import Tensor, UntypedStorage
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.errors import ConfigurationError
 from fullshard.virtual.host_memory import HostMemory
 from fullshard.virtual.known_operations import run_known
 from fullshard.virtual.observer import (
@@ -42,11 +41,6 @@ from fullshard.virtual.observer import (
 from fullshard.virtual.operations import makes_tensors, starts_work
 
 META = torch.device("meta")
-
-NO_HOST_COLLECTIVES = (
-    "With sharding.offload, muon, adamw8bit and optimizer.shard_over_replicas send tensors that are in host memory, and profiles "
-    "do not know how long that takes, so such a run cannot be planned. Leave sharding.offload out, or take adamw."
-)
 
 
 class VirtualStream:
@@ -75,6 +69,12 @@ class VirtualStream:
         """Wait for an event."""
         for each in self._device.observers:
             each.waited(self.stream_id, event.number)
+
+    def record_event(self) -> VirtualEvent:
+        """Return a new event that marks the end of the stream."""
+        event = VirtualEvent(self._device)
+        event.record_on(self)
+        return event
 
     def synchronize(self) -> None:
         """Let the host wait for the stream."""
@@ -172,7 +172,7 @@ class VirtualDevice(torch_border.OperatorMode):
         """By the number of a memory, the storage that has it, or had it."""
         self._allocated = 0
         self.stream = VirtualStream(self, COMPUTE)
-        self._wire = None if has_streams else self.new_stream(priority=0)
+        self._wire = None if has_streams else self.new_stream(priority=0, name="all-gather")
 
     # --- what the engine asks a device for --------------------------------------------------------
 
@@ -181,11 +181,10 @@ class VirtualDevice(torch_border.OperatorMode):
         self._numbers += 1
         return self._numbers
 
-    def new_stream(self, *, priority: int) -> VirtualStream:
+    def new_stream(self, *, priority: int, name: str) -> VirtualStream:
         """Return a stream of its own; the engine asks for those of all-gathers, reduce-scatters and all-reduces."""
-        number = len(self.stream_names)
-        self.stream_names.append(_STREAM_NAMES[min(number, len(_STREAM_NAMES)) - 1])
-        return VirtualStream(self, number)
+        self.stream_names.append(name)
+        return VirtualStream(self, len(self.stream_names) - 1)
 
     def new_event(self) -> VirtualEvent:
         """Return a new event."""
@@ -222,9 +221,9 @@ class VirtualDevice(torch_border.OperatorMode):
             if result is not NotImplemented:
                 return result
         if func is torch_border.VALUE_OF and args[0].is_meta:
-            self.stream.synchronize()
             for each in self.observers:
                 each.read_value(self.stream.stream_id, args[0])
+            self.stream.synchronize()
             return 1.0 if args[0].is_floating_point() else 1
         if not starts_work(func):
             result = func(*args, **kwargs)
@@ -258,8 +257,8 @@ class VirtualDevice(torch_border.OperatorMode):
     ) -> VirtualWork:
         """Note a collective on the current stream; without streams, on a wire that the host can wait for."""
         call = CollectiveCall(kind, outputs, inputs, group, is_asynchronous)
-        if self._host is not None and any(each.is_cpu for each in call.whole):
-            raise ConfigurationError(NO_HOST_COLLECTIVES)
+        if kind in ("all_gather", "all_to_all"):
+            _repeat(outputs, inputs)
         stream = self._wire or self.stream
         event = VirtualEvent(self)
         for each in self.observers:
@@ -278,6 +277,11 @@ class VirtualDevice(torch_border.OperatorMode):
             each.transferred(self.stream.stream_id, transfer)
         if transfer.waits:
             self.stream.synchronize()
+
+    def pin(self, memory: Tensor) -> None:
+        """Let the device copy from and to host memory by itself from now on."""
+        if self._host is not None:
+            self._host.pin(memory)
 
     def note_host_operation(self, call: Call, meta: Call) -> None:
         """Note that the host computes on tensors in its own memory."""
@@ -298,6 +302,11 @@ class VirtualDevice(torch_border.OperatorMode):
         memory.is_on_host = storage.device.type == "cpu"
         self._resize(memory, self._host.nbytes(storage) if self._host else storage.nbytes())
 
+    @property
+    def offloads(self) -> bool:
+        """Whether tensors of the CPU are memory beside the device."""
+        return self._host is not None
+
     def is_of_host_memory(self, storage: UntypedStorage) -> bool:
         """Return whether a storage is host memory that the device copies from or to."""
         return self._host is not None and self._host.has(storage)
@@ -308,10 +317,14 @@ class VirtualDevice(torch_border.OperatorMode):
         memory = self._memory.get(torch_border.id_of_storage(storage))
         return memory.number if memory is not None and memory.nbytes else None
 
-    def storage_of(self, memory: int) -> UntypedStorage | None:
-        """Return the storage that has, or had, the memory of a number; None if it is gone."""
-        reference = self._storages.get(memory)
-        return None if reference is None else reference()
+    def living_storages(self) -> dict[int, int]:
+        """Return for the number of each memory the storage that has it, or had it, if that is still there."""
+        alive = ((memory, reference()) for memory, reference in self._storages.items())
+        return {
+            memory: torch_border.id_of_storage(storage)
+            for memory, storage in alive
+            if storage is not None
+        }
 
     def _forget(self, key: int) -> None:
         self._resize(self._memory.pop(key), 0)
@@ -364,6 +377,16 @@ class VirtualDevice(torch_border.OperatorMode):
             self.is_building = before
 
 
+def _repeat(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Let all ranks say what this one says, in tensors of the CPU that have values: ranks agree by such messages."""
+    if not inputs or not all(each.is_cpu for each in (*outputs, *inputs)):
+        return
+    for index, output in enumerate(outputs):
+        own = inputs[index * len(inputs) // len(outputs)].view(-1)
+        for part in output.view(-1).split(max(own.numel(), 1)):
+            part.copy_(own[: part.numel()])
+
+
 class _Memory:
     """A storage that lives."""
 
@@ -372,6 +395,3 @@ class _Memory:
         self.nbytes = 0
         self.is_on_host = False
         self.reference: weakref.ref[UntypedStorage] | None = None
-
-
-_STREAM_NAMES = ("all-gather", "reduce-scatter", "all-reduce", "other")

@@ -28,6 +28,7 @@ from fullshard.virtual.operations import FILLS, starts_work
 META = torch.device("meta")
 LEAST_BYTES = 1024
 """Tensors of the CPU that are made from nothing and are smaller have values."""
+_COPY = torch.ops.aten.copy_.default
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 
 
@@ -69,12 +70,20 @@ class HostMemory:
         is_rounded = nbytes and found is not None and found.is_pinned
         return 1 << (nbytes - 1).bit_length() if is_rounded else nbytes
 
+    def pin(self, memory: Tensor) -> None:
+        """Note that memory is page-locked from now on."""
+        self._add(memory)
+        key = torch_border.storage_id(memory)
+        self._storages[key] = self._storages[key]._replace(is_pinned=True)
+
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has to do with host memory, and note it; NotImplemented if it has not."""
         tensors = [
             each for each in torch_border.leaves_in((args, kwargs)) if isinstance(each, Tensor)
         ]
         ours = [each for each in tensors if self._is_ours(each)]
+        if func is _COPY and args[0].is_cpu and args[1].is_meta and not ours:
+            ours = [self._add(args[0])]  # what it had is lost
         device = kwargs.get("device")
         is_made_here = device is not None and device.type == "cpu"
         if not ours and not is_made_here:

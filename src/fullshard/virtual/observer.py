@@ -82,7 +82,7 @@ class DeviceObserver:
         """Note a collective that a stream has issued; its work waits for the event."""
 
     def read_value(self, stream: int, tensor: Tensor) -> None:
-        """Note that the host has waited for a stream, and reads a tensor."""
+        """Note that the host is about to wait for a stream, and then reads a tensor."""
 
     def marked(self, stream: int, event: int) -> None:
         """Note that an event marks the end of a stream."""

@@ -16,6 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from fullshard import torch_border
 from fullshard.comm.spans import ALLOCATOR_EVERY_NS, HostClock, Mark, Named, TraceRecorder
+from fullshard.errors import ConfigurationError
 from fullshard.programs.plan_tool.op_costs import kernel_of
 from fullshard.programs.plan_tool.operations import dtype_name
 from fullshard.programs.plan_tool.program import (
@@ -42,6 +43,10 @@ from fullshard.virtual import observer
 from fullshard.virtual.device import META, VirtualDevice, VirtualEvent
 from fullshard.virtual.observer import Call, CollectiveCall
 
+NO_HOST_COLLECTIVES = (
+    "With sharding.offload, muon, adamw8bit and optimizer.shard_over_replicas send tensors that are in host memory, and profiles "
+    "do not know how long that takes, so such a run cannot be planned. Leave sharding.offload out, or take adamw."
+)
 MAX_EVENTS = 1_000_000
 """Of the trace of one step."""
 
@@ -186,6 +191,8 @@ class Recorder(observer.DeviceObserver):
         """Note a collective on its stream."""
         ranks = dist.get_process_group_ranks(call.group)
         messages = call.whole
+        if self.device.offloads and messages[0].is_cpu:
+            raise ConfigurationError(NO_HOST_COLLECTIVES)
         work = Collective(
             cast(CollectiveKind, call.kind),
             sum(message.nbytes for message in messages),
