@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fullshard.programs.inspect_tool.without_values import without_values
+from fullshard.virtual.without_values import without_values
 from tests.plan_tool.watched_kernels import WatchedKernels
 
 ATTENTION = F.scaled_dot_product_attention

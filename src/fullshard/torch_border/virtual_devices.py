@@ -33,7 +33,7 @@ class VirtualDevice(Protocol):
     has_streams: bool
     """Whether work is issued now and done later; otherwise the host does it, as on the CPU."""
 
-    def new_stream(self, *, priority: int) -> Any:
+    def new_stream(self, *, priority: int, name: str) -> Any:
         """Return a stream like `torch.Stream`."""
 
     def new_event(self) -> Any:
@@ -43,10 +43,13 @@ class VirtualDevice(Protocol):
         """Return the stream to which operations go now."""
 
     def new_clock(self) -> Any:
-        """Return what a trace takes its times from: `comm.spans`."""
+        """Return what a trace takes its times from: `comm.spans`; None for the host's clock."""
 
     def allocated_bytes(self) -> int:
         """Return the bytes that tensors have now."""
+
+    def pin(self, memory: Tensor) -> None:
+        """Note that host memory is page-locked."""
 
     def note_kernel(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Note a kernel that passes over tensors once. Nothing is computed."""
@@ -97,11 +100,11 @@ def has_streams(device: torch.device) -> bool:
     return device.type != "cpu" if virtual is None else virtual.has_streams
 
 
-def new_stream(device: torch.device, *, priority: int) -> Any:
-    """Return a new stream of a device."""
+def new_stream(device: torch.device, *, priority: int, name: str = "other") -> Any:
+    """Return a new stream of a device; only a virtual device knows its name."""
     virtual = _virtual(device)
     if virtual is not None:
-        return virtual.new_stream(priority=priority)
+        return virtual.new_stream(priority=priority, name=name)
     kind = CUDAStream if device.type == "cuda" else torch.Stream
     return kind(device, priority=priority)
 
