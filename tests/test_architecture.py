@@ -505,6 +505,11 @@ def long_functions(all_sources: Sequence[Source]) -> list[str]:
     ]
 
 
+def test_tools_of_tests_are_not_imported() -> None:
+    names = [(source, node, name) for source in sources() for node, _, name in imports(source)]
+    assert none([s.fault(node, name) for s, node, name in names if name.startswith("unittest")])
+
+
 def test_torch_s_own_fsdp_is_not_imported() -> None:
     assert none(imports_of_torch_fsdp(sources()))
 

@@ -84,6 +84,13 @@ def test_ranks_that_exist_are_refused_without_a_gpu() -> None:
             pass
 
 
+def test_a_block_in_which_nothing_is_seen_proves_nothing() -> None:
+    with pytest.raises(fullshard.UsageError, match="proves nothing"):
+        with fullshard.debug("streams"):
+            torch.zeros(8).add_(1)  # on the CPU
+    assert not dist.is_initialized()
+
+
 def test_checks_of_order_end_with_the_block() -> None:
     with fullshard.debug("order"):
         assert RULES.every_collective
@@ -170,6 +177,6 @@ def test_memory_that_a_gpu_hands_out_again_is_watched() -> None:
 
 def test_nothing_is_heard_behind_the_block() -> None:
     before = len(_gpu_trace.EventRecordCallbacks.callback_list)
-    with CudaStreamCheck(device_type="cpu"):
+    with CudaStreamCheck(device_type="cpu", raises=False):
         assert len(_gpu_trace.EventRecordCallbacks.callback_list) == before + 1
     assert len(_gpu_trace.EventRecordCallbacks.callback_list) == before

@@ -11,7 +11,7 @@ from typing import Self
 from fullshard.checks.memory_names import named_storages
 from fullshard.checks.race_report import race_text, stream_namer
 from fullshard.checks.stream_order import Access, Entry, Race, Taken, find_races
-from fullshard.errors import StreamOrderError
+from fullshard.errors import StreamOrderError, UsageError
 
 
 class CheckedBlock(ABC):
@@ -65,10 +65,18 @@ class CheckedBlock(ABC):
             if error is None:
                 self.races = find_races(self.program)
                 self.text = self._text()  # while memory has its names
+                self._refuse_to_say_nothing()
         finally:
             self._stack.__exit__(kind, error, trace)
         if self.races and self._raises:
             raise StreamOrderError(self.text, self.races)
+
+    def _refuse_to_say_nothing(self) -> None:
+        if self._raises and not self.accesses:
+            raise UsageError(
+                "fullshard.debug('streams') has seen no access to memory, so it proves nothing. Train within the block, on the "
+                "GPU, or on the meta device with world_size given; see docs/streams.md."
+            )
 
     def _text(self) -> str:
         if not self.races:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _CHECKS = ("order", "streams")
 
 
-def debug(*what: str, world_size: int = 8, host_memory: bool = False) -> Debugging:
+def debug(*what: str, world_size: int | None = None, host_memory: bool = False) -> Debugging:
     """Turn checks on that cost time; without arguments, turn them off. Call it on all ranks.
 
     What it returns may be used in a ``with`` statement, and turns the checks off at the end of the block::
@@ -29,8 +29,9 @@ def debug(*what: str, world_size: int = 8, host_memory: bool = False) -> Debuggi
         *what: ``"order"``: before every collective, on every backend, the ranks check that they call the same one.
             ``"streams"``: at the end of the ``with`` block, prove that streams and events order all accesses to the same
             memory, on a GPU or on tensors of the meta device; see docs/streams.md. Races are a `StreamOrderError`.
-        world_size: Of ``"streams"`` without a GPU, where the program is rank 0 of ranks that do not exist.
-        host_memory: Of ``"streams"`` without a GPU: whether tensors of the CPU are memory without values, which the device
+        world_size: Of ``"streams"`` on the meta device, where the program is rank 0 of so many ranks that do not exist. None
+            means the GPU, or 8 ranks on a machine without one.
+        host_memory: Of ``"streams"`` on the meta device: whether tensors of the CPU are memory without values, which the device
             copies from and to, as with `CPUOffloadPolicy`.
 
     Raises:
@@ -48,7 +49,7 @@ def debug(*what: str, world_size: int = 8, host_memory: bool = False) -> Debuggi
 class Debugging:
     """Checks that are on; in a ``with`` statement, until the end of the block."""
 
-    def __init__(self, what: tuple[str, ...], world_size: int, host_memory: bool) -> None:
+    def __init__(self, what: tuple[str, ...], world_size: int | None, host_memory: bool) -> None:
         self._what, self._world_size, self._host_memory = what, world_size, host_memory
         self._streams: CheckedBlock | None = None
 
@@ -56,14 +57,14 @@ class Debugging:
         if "streams" not in self._what:
             return None
         # Imported here: a program that asks for none of this pays nothing for it.
-        if torch.cuda.is_available():
+        if self._world_size is None and torch.cuda.is_available():
             from fullshard.checks.cuda_streams import CudaStreamCheck
 
             self._streams = CudaStreamCheck()
         else:
             from fullshard.checks.stream_check import StreamCheck
 
-            self._streams = StreamCheck(self._world_size, offloads=self._host_memory)
+            self._streams = StreamCheck(self._world_size or 8, offloads=self._host_memory)
         return self._streams.__enter__()
 
     def __exit__(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -55,6 +54,20 @@ class VirtualDevice(Protocol):
         """Note a kernel that passes over tensors once. Nothing is computed."""
 
 
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let a class or module have another attribute within the block."""
+    is_own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)  # its base class has it
+
+
 class _Active:
     device: VirtualDevice | None = None
 
@@ -65,7 +78,7 @@ def virtual_device(device: VirtualDevice) -> Iterator[None]:
     assert _Active.device is None, "one at a time"
     _Active.device = device
     try:
-        with patch.object(_MeshEnv, "num_devices_per_host", staticmethod(_devices_per_host)):
+        with _replaced(_MeshEnv, "num_devices_per_host", staticmethod(_devices_per_host)):
             yield
     finally:
         _Active.device = None
@@ -144,7 +157,7 @@ def watched_resizes(resized: Callable[[UntypedStorage], None]) -> Iterator[None]
         resized(storage)
         return storage
 
-    with patch.object(UntypedStorage, "resize_", watched):
+    with _replaced(UntypedStorage, "resize_", watched):
         yield
 
 
@@ -178,7 +191,7 @@ def _called_before(stack: ExitStack, owner: type, name: str, call: Callable[[], 
         call()
         return method(*args, **kwargs)
 
-    stack.enter_context(patch.object(owner, name, watched))
+    stack.enter_context(_replaced(owner, name, watched))
 
 
 @contextmanager
@@ -191,7 +204,7 @@ def watched_propagation(around: Callable[[], AbstractContextManager[None]]) -> I
         with around():
             return propagate(*args, **kwargs)
 
-    with patch.object(ShardingPropagator, name, watched):
+    with _replaced(ShardingPropagator, name, watched):
         yield
 
 
@@ -201,5 +214,5 @@ def fast_optimizers_on_meta() -> Iterator[None]:
     with ExitStack() as stack:
         for name in _SUPPORTED_DEVICES:
             found = [*getattr(optimizer, name)(), "meta"]
-            stack.enter_context(patch.object(optimizer, name, partial(list, found)))
+            stack.enter_context(_replaced(optimizer, name, partial(list, found)))
         yield
