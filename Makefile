@@ -86,10 +86,10 @@ clean:
 	rm -rf .venv .venv-* build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# torch comes first and alone, because TORCH_PIP_ARGS are for it only.
+# torch comes first and alone, because TORCH_PIP_ARGS are for it only. Each version asks for setuptools of its own.
 $(VENV)/.train-ready: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/;/^setuptools==/d)' constraints.txt > $(VENV)/constraints.txt
 	$(RUN) -m pip install -c $(VENV)/constraints.txt $(TORCH_PIP_ARGS) torch
 	$(RUN) -m pip install -c $(VENV)/constraints.txt -e '.[report]'
 	@nvidia-smi >/dev/null 2>&1 || $(RUN) -c 'import torch; torch.version.cuda is None or print("There is no GPU here, but this torch is a CUDA build. It works; for the smaller CPU build: make clean, then TORCH_PIP_ARGS (see Makefile).")'

@@ -240,7 +240,7 @@ def module_and_words(words: list[str]) -> tuple[str, list[str]]:
     return words[0].removesuffix(".py").replace("/", "."), words[1:]
 
 
-WITHOUT_PARSER = ("benchmarks.watchdog",)
+WITHOUT_PARSER = ("benchmarks.stream_timeline", "benchmarks.watchdog")
 
 
 def test_benchmarks_and_examples_know_their_options(monkeypatch: pytest.MonkeyPatch) -> None:

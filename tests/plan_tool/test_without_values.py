@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.programs.inspect_tool.without_values import DROPOUT, without_values
 from fullshard.programs.train.sharded_model import keep_expensive_results
+from fullshard.virtual.without_values import DROPOUT, without_values
 from tests.plan_tool.watched_kernels import WatchedKernels
 
 ATTENTION = F.scaled_dot_product_attention

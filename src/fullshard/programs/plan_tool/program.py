@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from fullshard.virtual.observer import COMPUTE as COMPUTE, HOST as HOST
+
 KernelKind = Literal["matmul", "attention", "memory"]
 """What limits a kernel: arithmetic of matrix products, of attention, or the traffic to memory."""
 
@@ -162,11 +164,6 @@ class HostCompute:
 
 
 Entry: TypeAlias = Launch | Record | Wait | Allocate | Free | HostWork | HostCompute
-
-COMPUTE = 0
-"""The stream on which the model computes."""
-HOST = -1
-"""In the place of a stream: the host waits, or the memory is the host's."""
 
 
 @dataclass(frozen=True, slots=True)
