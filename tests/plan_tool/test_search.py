@@ -25,6 +25,7 @@ from fullshard.programs.plan_tool.changes import (
     ACCUMULATE,
     BATCH,
     COMPILE,
+    FUSE,
     OFFLOAD,
     OPTIMIZER,
     RECOMPUTE,
@@ -281,6 +282,22 @@ def test_compiled_blocks_are_tried(template: PlannedStep, monkeypatch: pytest.Mo
     found, _ = searched(template, monkeypatch, cost)
     assert dict(found.best[0].change.values) == {COMPILE: "blocks"}
     assert all(COMPILE != change.axis for change in single_changes(on_cpu()))
+
+
+def test_fused_gradients_are_tried_where_they_are_not_on_already(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        return (0.9 if config.compute.fuse_gradients else 1.0), 10.0
+
+    found, _ = searched(template, monkeypatch, cost)
+    assert dict(found.best[0].change.values) == {FUSE: True}
+    for asked in (
+        on_cpu(),
+        question("compute.graph=true"),
+        question("compute.fuse_gradients=true"),
+    ):
+        assert all(FUSE != change.axis for change in single_changes(asked))
 
 
 def on_cpu() -> Question:

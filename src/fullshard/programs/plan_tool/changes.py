@@ -26,6 +26,7 @@ GROUPS = "sharding.groups"
 WIRE = "compute.wire"
 OFFLOAD = "sharding.offload"
 COMPILE = "compute.compile"
+FUSE = "compute.fuse_gradients"
 OPTIMIZER = "optimizer.name"
 
 WEIGHTS = "model.dtype"
@@ -115,6 +116,8 @@ def single_changes(question: Question) -> list[Change]:
         found.append(Change(((OFFLOAD, False),)))
     if config.compute.compile == "none" and not question.machine.host.is_synchronous:
         found.append(Change(((COMPILE, "blocks"),)))
+    if not (config.compute.fuses_gradients("cuda") or question.machine.host.is_synchronous):
+        found.append(Change(((FUSE, True),)))
     if config.optimizer.name in ("adam", "adamw"):
         found.append(Change(((OPTIMIZER, "adamw8bit"),), saves_memory=True))
     if config.model.dtype == "fp32" and config.compute.precision == "bf16":
