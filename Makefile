@@ -8,7 +8,8 @@
 # make docs     the pages as a site in build/site; a link that leads nowhere is an error
 # make clean    remove all environments and everything the tools left behind
 #
-# Each of them first builds .venv, if it is missing or older than pyproject.toml or constraints.txt.
+# Each of them first builds .venv, if it is missing or older than pyproject.toml or constraints.txt: `make train` with what
+# training and the report need, all others with the developers' tools, too. An environment of the first kind is added to.
 #
 #   ARGS=...            arguments for fullshard train or pytest:  make test ARGS="-k layout"
 #   PYTHON=...          the interpreter .venv is built from
@@ -26,12 +27,14 @@ VENV := $(if $(TORCH),.venv-torch-$(TORCH),.venv)
 
 ifdef PY
 RUN := PYTHONPATH=src $(PY)
+TRAIN_READY :=
 READY :=
 CLIENTS_RUN := $(RUN)
 CLIENTS_READY :=
 TOGETHER :=
 else
 RUN := $(VENV)/bin/python
+TRAIN_READY := $(VENV)/.train-ready
 READY := $(VENV)/.ready
 CLIENTS_RUN := .venv-clients/bin/python
 CLIENTS_READY := .venv-clients/.ready
@@ -52,7 +55,7 @@ endif
 
 .PHONY: train test test-clients test-installed check lint docs clean
 
-train: $(READY)
+train: $(TRAIN_READY)
 	$(RUN) -m fullshard train $(ARGS)
 
 # Types are checked beside the tests, of which many wait.
@@ -83,13 +86,17 @@ clean:
 	rm -rf .venv .venv-* build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# torch comes first and alone, because TORCH_PIP_ARGS are for it only.
-$(VENV)/.ready: pyproject.toml constraints.txt
+# torch comes first and alone, because TORCH_PIP_ARGS are for it only. Each version asks for setuptools of its own.
+$(VENV)/.train-ready: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/;/^setuptools==/d)' constraints.txt > $(VENV)/constraints.txt
 	$(RUN) -m pip install -c $(VENV)/constraints.txt $(TORCH_PIP_ARGS) torch
-	$(RUN) -m pip install -c $(VENV)/constraints.txt -e '.[dev]'
+	$(RUN) -m pip install -c $(VENV)/constraints.txt -e '.[report]'
 	@nvidia-smi >/dev/null 2>&1 || $(RUN) -c 'import torch; torch.version.cuda is None or print("There is no GPU here, but this torch is a CUDA build. It works; for the smaller CPU build: make clean, then TORCH_PIP_ARGS (see Makefile).")'
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.train-ready
+	$(RUN) -m pip install -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $@
 
 # torchtitan asks for an old datasets, for wandb and more that its decoder does not import, so it comes without its

@@ -2,16 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["ROWS", "Row"]
 
 BF16_TOLERANCE = 2e-2
 """Against one process, which rounds elsewhere."""
+EIGHT_BITS_TOLERANCE = 2e-3
+"""Against one process, which scales activations over the whole batch."""
 
 
 RESUMING = ("resume", "torch to fullshard", "fullshard to torch")
 EMPTY_OPTIMIZER = dict.fromkeys(RESUMING, "Accelerate resumes an empty optimizer")
 NO_ADAPTERS = dict.fromkeys(("save", *RESUMING), "PEFT saves no adapters")
+
+NOT_SAVED = dict.fromkeys(("save", *RESUMING), "DCP cannot save them")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +108,22 @@ def _lightning(version: int, options: str, *arguments: str, **rest: object) -> R
     )
 
 
+def _torchao(options: str, *arguments: str, **rest: object) -> Row:
+    return Row(
+        client="torchao",
+        door="fully_shard",
+        options=options,
+        program="examples.clients.torchao_training",
+        arguments=arguments,
+        needs=("torchao", "transformers"),
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+UNEVEN = ("--rows", "97")
+EIGHT_BITS: dict[str, Any] = {"tolerance": EIGHT_BITS_TOLERANCE, "devices": ("cpu",)}
+
+
 ROWS = (
     _accelerate(2, "sharded checkpoint"),
     _accelerate(2, "full checkpoint", "--state-dict", "full"),
@@ -150,6 +171,24 @@ ROWS = (
         program="examples.clients.torchtitan_decoder",
         needs=("torchtitan",),
     ),
+    Row(
+        client="torchtitan",
+        door="fully_shard",
+        options="apply_compile, apply_fsdp_to_decoder",
+        program="examples.clients.torchtitan_decoder",
+        arguments=("--compile", "aot_eager"),
+        needs=("torchtitan",),
+    ),
+    _torchao("float8, a scale per gather"),
+    _torchao("float8, all scales at once", "--tensors", "float8-scales"),
+    _torchao("float8, uneven rows", *UNEVEN, **EIGHT_BITS),
+    _torchao("float8, groups of matrices only", "--only-matrices", tolerance=EIGHT_BITS_TOLERANCE),
+    _torchao("int8 weights", "--tensors", "int8", known=NOT_SAVED),
+    _torchao(
+        "int8 weights, uneven rows", "--tensors", "int8", *UNEVEN, known=NOT_SAVED, **EIGHT_BITS
+    ),
+    _torchao("int8 products", "--tensors", "int8-products"),
+    _torchao("int8 products, uneven rows", "--tensors", "int8-products", *UNEVEN, **EIGHT_BITS),
     Row(
         client="torch.distributed.pipelining",
         door="fully_shard",

@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 from benchmarks.client_ranks import Engine, Job, Outcome, Ranks, first_error
 from benchmarks.client_rows import ROWS, Row
 
-CLIENTS = ("accelerate", "transformers", "peft", "trl", "lightning", "torchtitan")
+CLIENTS = ("accelerate", "transformers", "peft", "trl", "lightning", "torchtitan", "torchao")
 STEPS, SAVED = 5, 3
 COLUMNS = (
     "client",

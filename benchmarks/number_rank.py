@@ -65,6 +65,13 @@ class Place:
     device: torch.device
     folder: Path
     """For what a configuration writes; the same for all ranks."""
+    begins_on_host: bool = False
+    """Whether a model is built on the CPU, wherever it is trained."""
+
+    @property
+    def built_on(self) -> torch.device:
+        """The device on which a model is built."""
+        return torch.device("cpu") if self.begins_on_host else self.device
 
 
 @dataclass(kw_only=True)

@@ -104,7 +104,7 @@ class Functional:
 
     def __call__(self, place: Place) -> Training:
         """Build the model and shard it."""
-        model = Decoder(self.model).to(place.device)
+        model = Decoder(self.model).to(place.built_on)
         options = {"mesh": mesh_of(place, replicas=self.replicas), **self.options(place)}
         for module in (*(model.blocks if self.blocks else ()), model):
             self.apply(module, **options)
@@ -131,7 +131,7 @@ def precision(*dtypes: Any, **others: Any) -> dict[str, Any]:
 
 def offloaded(place: Place, **others: Any) -> dict[str, Any]:
     """Return options that let shards rest in host memory."""
-    pinned = place.device.type == "cuda"
+    pinned = place.device.type != "cpu"
     return {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=pinned), **others}
 
 
@@ -350,12 +350,14 @@ class Wrapped:
         from fullshard.wrap import ModuleWrapPolicy
 
         model = Decoder(self.model)
+        if place.built_on.type == "meta":
+            model.to(place.built_on)
         options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), **self.options}
         if self.ignore_head:
             options["ignored_modules"] = [model.head.to(place.device)]
         wrapped = FSDP(
             model,
-            device_id=place.device if place.device.type == "cuda" else None,
+            device_id=None if place.device.type == "cpu" else place.device,
             device_mesh=mesh_of(place, replicas=self.replicas),
             use_orig_params=self.use_orig_params,
             **options,

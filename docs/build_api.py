@@ -85,6 +85,7 @@ CHAPTERS = {
         "CommunicationError",
         "DivergenceError",
         "StepFailedError",
+        "StreamOrderError",
         "UnsupportedError",
     ],
 }

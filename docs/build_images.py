@@ -105,7 +105,10 @@ def main() -> None:
             for page in (ROOT / "docs").glob("*.md"):
                 shutil.copy(page, Path(folder) / "pages")
             command = [sys.executable, "-m", "fullshard", "train", "run.toml"]
-            draw_terminal("fullshard train run.toml", shown_by(command, folder))
+            # The folder is of no interest, and another each time.
+            draw_terminal(
+                "fullshard train run.toml", shown_by(command, folder).replace(folder, "~")
+            )
         draw_report(run / "report.html")
     total = sum(file.stat().st_size for file in IMAGES.iterdir())
     print(f"{total / 1024:.0f} KiB in {IMAGES}")

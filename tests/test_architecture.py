@@ -321,10 +321,11 @@ def _constants(call: ast.Call) -> list[object]:
 
 
 def uses_of_record_stream(all_sources: Sequence[Source]) -> list[str]:
+    """Uses of it, but for the check of users' own programs, which may call it."""
     faults = []
     for source in all_sources:
         prose = {id(n.value) for n in source.nodes if isinstance(n, ast.Expr)}
-        for node in source.nodes:
+        for node in source.nodes if source.path != Path("checks/cuda_streams.py") else ():
             is_name = "record_stream" in (getattr(node, "attr", ""), getattr(node, "id", ""))
             is_text = isinstance(node, ast.Constant) and "record_stream" in str(node.value)
             if is_name or (is_text and id(node) not in prose):
@@ -486,7 +487,7 @@ def test_the_house_stays_small() -> None:
         source.path: len((FOLDER / source.path).read_text().splitlines()) for source in sources()
     }
     entries = [path for path in FOLDER.iterdir() if path.name != "__pycache__"]
-    assert len(entries) <= 24
+    assert len(entries) <= 26
     assert statistics.median(sizes.values()) <= 200
     assert none([f"{path} has {lines} lines" for path, lines in sizes.items() if lines > 650])
     assert none(long_functions(sources()))
@@ -502,6 +503,11 @@ def long_functions(all_sources: Sequence[Source]) -> list[str]:
         and (lines := (node.end_lineno or 0) - node.lineno + 1) > 60
         and (source.unit, node.name) != ("fsdp1", "__init__")
     ]
+
+
+def test_tools_of_tests_are_not_imported() -> None:
+    names = [(source, node, name) for source in sources() for node, _, name in imports(source)]
+    assert none([s.fault(node, name) for s, node, name in names if name.startswith("unittest")])
 
 
 def test_torch_s_own_fsdp_is_not_imported() -> None:

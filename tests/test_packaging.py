@@ -6,11 +6,15 @@ Here every library is installed, and files are read where they are. So the sourc
 from __future__ import annotations
 
 import ast
+import os
+import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -19,9 +23,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 EXTRA_OF = {
+    "programs/plan_tool/memory_chart.py": "report",
     "programs/plan_tool/page.py": "report",
     "programs/report": "report",
-    "programs/train/metrics_file.py": "tensorboard",
+    "programs/train/mlflow_run.py": "mlflow",
+    "programs/train/chat_template.py": "transformers",
+    "programs/train/record_files.py": "datasets",
+    "programs/train/tensorboard_files.py": "tensorboard",
     "programs/train/tokenizer.py": "transformers",
     "programs/train/transformers_model.py": "transformers",
     "programs/train/wandb_run.py": "wandb",
@@ -91,3 +99,26 @@ def test_every_file_that_is_no_program_is_part_of_the_package() -> None:
     files = {path for path in PACKAGE.rglob("*") if path.is_file()}
     others = {path for path in files if path.suffix not in (".py", ".pyc")}
     assert others and others - named == set()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_train_installs_what_training_needs_and_make_test_adds_the_tools(
+    tmp_path: Path,
+) -> None:
+    def installed(target: str, *made: str) -> list[str]:
+        """What pip would be called with, if these files were already made."""
+        for name in made:
+            (tmp_path / name).touch()
+        command = ["make", "--dry-run", target, f"VENV={tmp_path}"]
+        alone = {"PATH": os.environ["PATH"]}  # the make that runs the tests passes its options on
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True, env=alone
+        )
+        lines = [line for line in done.stdout.splitlines() if "pip install" in line]
+        return [line.split()[-1].strip("'") for line in lines]
+
+    assert installed("train") == ["torch", ".[report]"]
+    assert installed("test") == ["torch", ".[report]", ".[dev]"]
+    assert installed("test", ".train-ready") == [".[dev]"]
+    assert installed("train") == []
+    assert installed("check", ".ready") == []

@@ -2,6 +2,8 @@
 
 torchrun --nproc-per-node 2 -m examples.clients.torchtitan_decoder                    # torch's FSDP
 torchrun --nproc-per-node 2 -m fullshard.run -m examples.clients.torchtitan_decoder   # fullshard
+
+With `--compile BACKEND`, torchtitan's `apply_compile` compiles each block as one graph before it is sharded.
 """
 
 import argparse
@@ -16,7 +18,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.config import CompileConfig
+from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
@@ -32,7 +37,11 @@ NORM = RMSNorm.Config(normalized_shape=WIDTH, param_init={"weight": nn.init.ones
 
 def command_line() -> argparse.ArgumentParser:
     """Return the options of this program."""
-    return small_task.parser(__doc__)
+    made = small_task.parser(__doc__)
+    made.add_argument(
+        "--compile", metavar="BACKEND", help="compile the blocks: inductor, aot_eager"
+    )
+    return made
 
 
 def decoder_config() -> Llama3Model.Config:
@@ -64,10 +73,23 @@ def decoder_config() -> Llama3Model.Config:
     )
 
 
-def make_model(device: torch.device, seed: int) -> Llama3Model:
-    """Build on meta, shard, then allocate and initialize the shards."""
+def compile_blocks(model: Llama3Model, backend: str) -> None:
+    """Compile each block with `fullgraph=True`, as torchtitan does."""
+    ranks = dist.get_world_size()
+    others = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep"), 1)
+    apply_compile(
+        model,
+        compile_config=CompileConfig(enable=True, components=["model"], backend=backend),
+        parallel_dims=ParallelDims(dp_shard=ranks, world_size=ranks, **others),
+    )
+
+
+def make_model(device: torch.device, seed: int, backend: str | None) -> Llama3Model:
+    """Build on meta, compile, shard, then allocate and initialize the shards."""
     with torch.device("meta"):
         model = decoder_config().build()
+    if backend:
+        compile_blocks(model, backend)
     apply_fsdp_to_decoder(
         model,
         init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
@@ -93,7 +115,7 @@ def train(options: argparse.Namespace) -> Trained:
     device = torch.device("cuda" if small_task.on_gpu() else "cpu")
     if not dist.is_initialized():
         dist.init_process_group("nccl" if small_task.on_gpu() else "gloo")
-    model = make_model(device, seed=1 if options.resume else 0)
+    model = make_model(device, 1 if options.resume else 0, options.compile)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = 0
     if options.resume:

@@ -34,7 +34,7 @@ if _TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
     )
-    from fullshard.comm.meetings import debug
+    from fullshard.checks.debug import debug
     from fullshard.comm.step_guard import StepFailure
     from fullshard.engine.backward_finalization import GradientReductionHandle
     from fullshard.engine.clip_grad import clip_grad_norm_
@@ -53,6 +53,7 @@ if _TYPE_CHECKING:
         LifecycleError,
         OptionTypeError,
         StepFailedError,
+        StreamOrderError,
         UnsupportedError,
         UsageError,
     )
@@ -118,6 +119,7 @@ __all__ = [
     "StateDictType",
     "StepFailedError",
     "StepFailure",
+    "StreamOrderError",
     "UnshardHandle",
     "UnsupportedError",
     "UsageError",
@@ -174,7 +176,7 @@ _MODULES = {
     "UnshardHandle": "engine.unshard_handle",
     "balanced_placement": "plan.balanced_placement",
     "clip_grad_norm_": "engine.clip_grad",
-    "debug": "comm.meetings",
+    "debug": "checks.debug",
     "fully_shard": "fsdp2.fully_shard",
     "graphed": "engine.graphed_step",
     "guarded_step": "engine.guarded_step",

@@ -8,6 +8,7 @@
         UsageError         (ValueError)     ... or a call that does not fit the state of the model or machine
       CommunicationError   (RuntimeError)   a collective or a comm object broke its contract
       DivergenceError      (RuntimeError)   ranks do different things, or one of them has gone
+      StreamOrderError     (RuntimeError)   streams and events leave the order of two accesses open
       StepFailedError      (RuntimeError)   a rank has failed a guarded step, and all have left it
       CheckpointError      (RuntimeError)   a checkpoint is damaged, does not fit, or cannot be written
       UnsupportedError     (NotImplementedError)   torch offers it, this version does not yet
@@ -55,6 +56,15 @@ class CommunicationError(FullshardError, RuntimeError):
 
 class DivergenceError(FullshardError, RuntimeError):
     """Ranks do different things where all must do the same, or one of them has gone."""
+
+
+class StreamOrderError(FullshardError, RuntimeError):
+    """Streams and events leave the order of accesses to the same memory open: `fullshard.debug("streams")` has found races."""
+
+    def __init__(self, message: str, races: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.races = tuple(races)
+        """The pairs of accesses."""
 
 
 class StepFailedError(FullshardError, RuntimeError):

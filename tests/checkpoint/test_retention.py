@@ -57,6 +57,24 @@ def test_a_run_removes_only_what_it_wrote_itself(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / name, nn.Linear(2, 2))
 
 
+def test_what_cannot_be_removed_stays_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    for step in range(2):
+        save(tmp_path / str(step), model, 2)
+
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(f"{path} is another user's")
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"stays: .*0 is another"):
+        patch.setattr(retention, "remove", refuse)
+        save(tmp_path / "2", model, 2)
+    assert names(tmp_path) == ["0", "1", "2"]
+    save(tmp_path / "3", model, 2)
+    assert names(tmp_path) == ["2", "3"]
+
+
 def test_a_run_that_goes_on_in_another_process_removes_its_old_ones(tmp_path: Path) -> None:
     save(tmp_path / "other", nn.Linear(2, 2), 1)
     model = nn.Linear(2, 2)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import CheckpointError, ConfigurationError, checkpoint, fully_shard
 from fullshard.checkpoint import manifest as manifests, publication
-from fullshard.checkpoint.host_copies import Snapshot
+from fullshard.checkpoint.host_copies import HostMemory, Snapshot
 from fullshard.checkpoint.unfinished_save import UnfinishedSave
 from tests.helpers.checkpointed import Setting, train, whole_state
 from tests.helpers.compare import assert_equal
@@ -78,7 +78,8 @@ def test_what_json_cannot_say_is_refused(tmp_path: Path) -> None:
 def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     model, _ = Setting(door="plain").build()
     for step in (8, 9, 10):
-        checkpoint.save(tmp_path / f"step-{step}", model, extra=step, keep_last=2)
+        saved = checkpoint.save(tmp_path / f"step-{step}", model, extra=step, keep_last=2)
+        assert saved.removed == ((tmp_path / "step-8",) if step == 10 else ())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-9"]
     assert checkpoint.latest(tmp_path) == tmp_path / "step-10"
 
@@ -298,3 +299,18 @@ def test_a_relative_path_is_one_in_the_folder_of_the_call(
     moved.set()
     assert pending.wait().path == tmp_path / "here" / "step-1"
     assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_copies_hold_the_next_step_back_whatever_other_hooks_there_are() -> None:
+    order: list[str] = []
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    for name in ("first", "second"):  # two saves without a step between them
+        snapshot = Snapshot([torch.ones(2)], HostMemory())
+        snapshot._events = {torch.device("cpu"): torch.cpu.Event()}  # type: ignore[dict-item]
+        snapshot._let_device_wait = lambda name=name: order.append(name)  # type: ignore[method-assign,misc]
+        snapshot.hold_back(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: order.append("the user's"))
+    optimizer.step()
+    assert sorted(order) == ["first", "second", "the user's", "the user's"]
+    optimizer.step()
+    assert order[4:] == ["the user's", "the user's"]

@@ -257,7 +257,7 @@ def test_steps_are_counted_for_the_ranks_that_share_parameters(world) -> None:
 
 
 def test_debug_knows_its_checks() -> None:
-    with pytest.raises(fullshard.ConfigurationError, match=r"'order' only.*speed"):
+    with pytest.raises(fullshard.ConfigurationError, match=r"'order' and 'streams'.*speed"):
         fullshard.debug("speed")
     fullshard.debug("order")
     assert meetings.RULES.every_collective

@@ -74,8 +74,10 @@ ELSEWHERE = {
     r"python -m fullshard.programs.report.reference": ("prints tables", "tests/report/test_remedies.py"),
     r"wandb sync.*": ("needs wandb and an account", "docs/training.md"),
     r"fullshard evaluate RUN.*": ("starts ranks", "tests/programs/test_evaluate.py"),
-    r"fullshard plan large .*": ("searches for seconds; with a small model", "tests/plan_tool/test_plan_command.py"),
+    r"fullshard plan llama3-8b .*": ("searches for seconds; with a small model", "tests/plan_tool/test_plan_command.py"),
     r"fullshard plan .* --html .*": ("plans many numbers of GPUs", "tests/plan_tool/test_plan_page.py"),
+    r"fullshard train .* --set data.path=chats.jsonl .*": ("imports transformers", "tests/programs/test_records.py"),
+    r"fullshard export RUN/best": ("needs a run that keeps them", "tests/programs/test_best_weights.py"),
     r"fullshard export .* --ema": ("needs a run with averages", "tests/programs/test_averages.py"),
     r"fullshard export .* --config-from .*": ("imports transformers", "tests/programs/test_export.py"),
 }  # fmt: skip
@@ -238,7 +240,7 @@ def module_and_words(words: list[str]) -> tuple[str, list[str]]:
     return words[0].removesuffix(".py").replace("/", "."), words[1:]
 
 
-WITHOUT_PARSER = ("benchmarks.watchdog",)
+WITHOUT_PARSER = ("benchmarks.stream_timeline", "benchmarks.watchdog")
 
 
 def test_benchmarks_and_examples_know_their_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "guide.md": "tests/docs/test_guide.py",
     "how_do_i.md": "tests/docs/test_how_do_i.py",
     "pipelining.md": "tests/doors/test_pipelining.py",
+    "streams.md": "tests/checks/test_debug.py",
     "report.md": "tests/docs/test_commands.py writes reports",
 }
 NOT_A_PROGRAM = "self.vision"  # a line of a module; tests/promises/test_skipped_forward.py

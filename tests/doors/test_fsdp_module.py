@@ -33,6 +33,7 @@ from tests.helpers.training import (
     batch_of,
     gradients,
     mine,
+    needs_torch_2_13,
     shard,
     weights,
     whole,
@@ -368,6 +369,7 @@ def unused_like_torch() -> None:
         assert [step["always.right.bias"] for step in ours] == ["zero"] * 3
 
 
+@needs_torch_2_13
 def test_parameters_of_a_module_that_never_ran_get_no_zeros(world) -> None:
     world(2).run(unused_like_torch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import profile
 
 import fullshard
 from fullshard.engine import fused_linear
@@ -218,3 +220,48 @@ def test_a_hook_that_would_see_no_gradient_is_refused(world) -> None:
     messages = world(2).run(hook_on_the_unsharded_weight)
     assert len(set(messages)) == 1
     assert "parameter 'up.weight' of 1 would see None" in messages[0]
+
+
+REDUCTIONS = {f"FSDP::post_backward_reduce ({block})" for block in range(1, DEPTH + 1)}
+
+
+def is_of_a_gradient(event: Any) -> bool:
+    """Whether an event of a trace happened in a compiled graph, or copied what it returned into the reduce buffer."""
+    inside = ""
+    while (event := event.cpu_parent) is not None:
+        if event.name == "CompiledFunctionBackward":
+            return True
+        if inside == "aten::_foreach_copy_" and event.name in REDUCTIONS:
+            return True
+        inside = event.name
+    return False
+
+
+def copies_of_a_backward(*, fused: bool) -> list[int]:
+    """How many numbers are copied at a time in compiled graphs, and into the reduce buffer, by the trace of a backward."""
+    model = build(once, fullshard.fully_shard, fused=fused)
+    if not fused:
+        for block in model[1:]:
+            block.compile(fullgraph=True, backend="aot_eager")
+    model(batch(0)).square().mean().backward()  # compiles
+    model.zero_grad()
+    loss = model(batch(0)).square().mean()
+    with profile(record_shapes=True) as profiled:
+        loss.backward()
+    return [
+        math.prod(event.input_shapes[0])
+        for event in profiled.events() or ()
+        if event.name == "aten::copy_" and is_of_a_gradient(event)
+    ]
+
+
+def trace() -> None:
+    block = Block(once)
+    weights = [block.up.weight.numel(), block.down.weight.numel()]
+    bias = block.up.out_features
+    assert copies_of_a_backward(fused=True) == [bias] * DEPTH
+    assert sum(copies_of_a_backward(fused=False)) == (sum(weights) + bias) * DEPTH
+
+
+def test_a_trace_has_no_copy_of_a_written_gradient(world) -> None:
+    world(2).run(trace)

@@ -446,6 +446,7 @@ def ordered_by_their_group(folder: str) -> None:
     assert_equal(loaded.state_dict(), expected)
 
 
+@needs_torch_2_13
 def test_a_mesh_may_have_the_order_of_its_process_group(world, tmp_path: Path) -> None:
     world(2).run(ordered_by_their_group, str(tmp_path / "saved"))
 

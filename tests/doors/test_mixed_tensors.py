@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor.experimental import implicit_replication
 
-from fullshard import UnsupportedError, fully_shard
+from fullshard import LifecycleError, UnsupportedError, clip_grad_norm_, fully_shard
 from fullshard.comm.watchdog import process_end
 from tests.helpers.fake import fake_world
 
@@ -87,11 +87,13 @@ def test_a_state_dict_of_whole_tensors_names_what_is_sharded_and_how_it_is_loade
         model = sharded()
         with pytest.raises(RuntimeError) as caught:
             model.load_state_dict(whole)
-        lines = str(caught.value).splitlines()
-        assert sorted(line.strip() for line in lines[1:6]) == [
-            f"{name} is sharded, and the state dict has a whole tensor." for name in sorted(whole)
+        # Until 2.12, torch takes a tensor of one number for a replicated one, and loads it.
+        named = sorted(whole.keys() - ({"scale"} if torch.__version__ < "2.13" else set()))
+        _, *lines, remedy = str(caught.value).splitlines()
+        assert sorted(line.strip() for line in lines) == [
+            f"{name} is sharded, and the state dict has a whole tensor." for name in named
         ]
-        assert "set_model_state_dict" in lines[6] and len(lines) == 7
+        assert "set_model_state_dict" in remedy
 
         # Also from above, and with errors of other kinds, which stay.
         outer = nn.ModuleDict({"net": model, "plain": nn.Linear(2, 2)})
@@ -143,3 +145,23 @@ def test_an_optimizer_s_error_names_parameters_by_their_paths() -> None:
             torch.optim.LBFGS(root.parameters()).step(lambda: 0.0)
     paths = [f"{name}.{kind}" for name in ("first", "second") for kind in ("weight", "bias")]
     assert f"0: {', '.join(f'0.{path}' for path in paths)}" in str(caught.value)
+
+
+def test_errors_about_unsharded_parameters_name_them_by_their_paths() -> None:
+    with fake_world(2):
+        root: Any = nn.Sequential(sharded_pair(), nn.Linear(4, 4))
+        root[0].unshard()  # before a forward tells where the module is
+        root[0].reshard()
+        fully_shard(root)
+        root(torch.ones(2, 4)).sum().backward()
+        root[0].unshard()
+        params = list(root[0].parameters())
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        paths = r"\['0.first.weight', '0.first.bias', '0.second.weight', '0.second.bias'\]"
+        with pytest.raises(LifecycleError, match=f"these are unsharded now: {paths}"):
+            clip_grad_norm_(params, 1.0)
+        clip_grad_norm_(root, 1.0)
+        root[0].reshard()
+        with pytest.raises(LifecycleError, match=f"SGD was made while .* unsharded.*: {paths}"):
+            optimizer.step()
+        torch.optim.SGD(root.parameters(), lr=0.1).step()

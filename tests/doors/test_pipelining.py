@@ -262,13 +262,19 @@ CASES = {
     "ZBV zero bubble": Case(schedule=pipelining.ScheduleZBVZeroBubble, folded=True),
     "DualPipeV": Case(schedule=pipelining.ScheduleDualPipeV, folded=True),
 }
+folds = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch lets a rank send to itself, which gloo cannot"
+)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[folds] * case.folded) for name, case in CASES.items()]
+)
 def test_every_schedule_trains_as_one_process_and_reduces_once_in_a_step(world, name: str) -> None:
     world(4).run(train, CASES[name])
 
 
+@folds
 def test_a_split_backward_trains_with_mixed_precision_and_with_wrappers(world) -> None:
     case = CASES["ZBV zero bubble"]
     world(4).run(
@@ -289,6 +295,7 @@ def train_installed(*cases: Case) -> None:
         fullshard.uninstall()
 
 
+@folds
 def test_schedules_that_gather_whole_stages_do_so_after_install(world) -> None:
     """Torch's stages then take the modules for torch's: actions UNSHARD and RESHARD, other options, cleaning up."""
     world(4).run(
@@ -299,6 +306,7 @@ def test_schedules_that_gather_whole_stages_do_so_after_install(world) -> None:
     )
 
 
+@folds
 def test_the_comparison_holds_for_torch_where_torch_is_right(world) -> None:
     """With parameters that are resharded after forward, its split backward loses gradients."""
     world(4).run(

@@ -37,7 +37,7 @@ name = "adamw"
 lr = 0.003
 
 [sharding]
-door = "fully_shard"
+api = "fsdp2"
 groups = "blocks"
 prefetch = {depth}
 """

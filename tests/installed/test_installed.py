@@ -7,6 +7,7 @@ name, are missing there. Torch and what torch needs are links to those of this i
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -238,6 +239,20 @@ def test_metrics_are_written_for_tensorboard(environment: Environment) -> None:
 def test_metrics_are_written_for_weights_and_biases(environment: Environment) -> None:
     environment.train("log.wandb=true", "log.wandb_offline=true")
     assert list((environment.work / "run" / "wandb").rglob("*.wandb"))
+
+
+@with_extra("mlflow")
+def test_metrics_are_sent_to_mlflow(environment: Environment) -> None:
+    assert "has stopped" not in environment.train("log.mlflow=true")
+    assert (environment.work / "run" / "mlflow_id").read_text().strip()
+
+
+@with_extra("datasets")
+def test_a_run_learns_from_compressed_chats(environment: Environment) -> None:
+    chats = [{"prompt": f"After {n}?", "completion": str(n + 1)} for n in range(40)]
+    content = "".join(json.dumps(chat) + "\n" for chat in chats).encode()
+    (environment.work / "chats.jsonl.gz").write_bytes(gzip.compress(content))
+    assert "40 records in" in environment.train("data.path=chats.jsonl.gz", "data.context=64")
 
 
 @with_extra("transformers")

@@ -99,7 +99,7 @@ def test_the_host_waits_at_the_end_of_backward_then_updates_by_itself() -> None:
 def test_the_host_goes_on_only_beside_copies_of_pinned_memory() -> None:
     recorder = Recorder(offloads=True)
     recorder.phase = "forward"
-    with recorder.recording(), torch_border.virtual_process_group(WORLD, recorder):
+    with recorder.recording(), torch_border.virtual_process_group(WORLD, recorder.device):
         pinned, plain = torch.empty(4096, pin_memory=True), torch.empty(4096)
         on_device = torch.empty(4096, device="meta")
         on_device.copy_(pinned, non_blocking=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.optim import Muon
-from fullshard.programs.plan_tool import known_operations
+from fullshard.programs.plan_tool import recording
 from fullshard.programs.plan_tool.op_costs import is_listed, kernel_of
 from fullshard.programs.plan_tool.program import Kernel
 from fullshard.programs.plan_tool.step_program import record_step
@@ -152,8 +152,8 @@ def test_operations_of_the_engine_are_not_overlooked(monkeypatch: pytest.MonkeyP
         seen.add(operator)
         return kernel_of(operator, *call)
 
-    monkeypatch.setattr(known_operations, "kernel_of", noted)
-    monkeypatch.setattr(known_operations, "_KNOWN", {})
+    monkeypatch.setattr(recording, "kernel_of", noted)
+    monkeypatch.setattr(recording, "_KERNELS", {})
     sizes = ["model.layers=2", "model.width=32", "model.heads=2", "data.context=16"]
     choices = ["optimizer.name=muon", "optimizer.ema=0.9", "sharding.replicas=2"]
     config = read_config(None, [*sizes, *choices, "train.batch=16", "train.accumulate=2"])

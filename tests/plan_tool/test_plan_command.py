@@ -15,22 +15,32 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from fullshard.programs import cli, report
+from fullshard.programs.named_models.published import published_folder
 from fullshard.programs.plan_tool import command, parallel_plans, planning
 from fullshard.programs.plan_tool.answers import (
     MEMORY,
+    About,
     limit_text,
     memory_rows,
     seconds_text,
+    validation_text,
     verdict,
 )
 from fullshard.programs.plan_tool.changes import changed
-from fullshard.programs.plan_tool.output import print_planned
+from fullshard.programs.plan_tool.output import print_planned, print_verdict
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import planned
 from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.program import MemoryKind
 from fullshard.programs.plan_tool.question import Question, read_machine, read_question
-from fullshard.programs.plan_tool.validation import Band, band_of
+from fullshard.programs.plan_tool.validation import (
+    HOST_BAND,
+    MEASURED_HERE,
+    Band,
+    band_of,
+    bands_of,
+)
+from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.model_source import open_model
 
@@ -75,17 +85,18 @@ def test_the_verdict_comes_first_and_everything_asked_for_is_printed() -> None:
     lines = result.output.splitlines()
     assert lines[0].startswith("It fits: ")
     for word in (
-        "Exposed gathers limit it: ",
+        " it: ",
         "per GPU",
         "in all",
-        "MFU",
         "optimizer state",
         "allocator",
         "allocated in backward",
         "64 windows of 16 tokens; 4 per GPU",
         "allocated in backward, \u00b1",
         " reserved, \u00b1",
-        "by the profile",
+        "MFU",
+        "1 billion tokens",
+        "GPU hours",
         "Not validated",
         "is planned as one without",
         "peak_tflops = ",
@@ -124,7 +135,7 @@ def test_a_host_without_enough_memory_is_told_by_how_much(step: PlannedStep) -> 
 
 def test_short_options_are_settings_and_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Question] = []
-    monkeypatch.setattr(command, "_answer", lambda _, question, **__: asked.append(question))
+    monkeypatch.setattr(command, "_answer", lambda _, question, *__, **___: asked.append(question))
     result = plan("tiny", "--gpu", "h100", "--compile", "--seq", "24", "--batch", "32")
     assert result.exit_code == 0, result.output
     config = asked[0].config
@@ -150,7 +161,14 @@ def test_without_a_batch_every_gpu_gets_one_window_for_each_microbatch() -> None
 def test_a_terminal_is_not_overrun(step: PlannedStep, width: int) -> None:
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=width, color_system=None)
-    print_planned(console, step, "a decoder with a long description of its many layers", 123456)
+    about = About(
+        description="a decoder with a long description of its many layers",
+        parameters=123456,
+        chosen="compute in bf16; windows of 16 tokens; 512 windows at a time",
+        price=2.5,
+    )
+    print_verdict(console, step, about.parameters)
+    print_planned(console, step, about)
     lines = output.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert len(lines) > 30
@@ -183,6 +201,24 @@ def test_memory_has_a_band_where_it_was_measured_and_none_where_it_is_assumed(
     assert [each.basis for each in bands] == ["runs", "others", "others", "others"]
     assert bands[0].relative == bands[1].relative and bands[1].relative
     assert [str(each) for each in bands[2:]] == ["error not known"] * 2
+
+
+def test_experts_and_waits_for_the_host_are_not_called_validated(step: PlannedStep) -> None:
+    parameters = 8_000_000_000
+    plain = with_idle(step, gather=0.3)
+    assert band_of(plain, "time", parameters).is_validated
+    routed = replace(plain, has_experts=True)
+    bands = bands_of(routed, parameters)
+    assert not bands["time"].is_validated
+    said = validation_text(routed, bands)
+    assert said is not None and "as if all experts got equally many" in said
+    waiting = with_idle(step, host=0.3)
+    band = band_of(waiting, "time", parameters)
+    assert band.relative == HOST_BAND and str(band) == "\u00b1 43 % as it waits for the host"
+    said = validation_text(waiting, bands_of(waiting, parameters))
+    assert said is not None and "up to 43 % too slow" in said and "plan calibrate" in said
+    here = replace(waiting, machine=replace(waiting.machine, name=MEASURED_HERE))
+    assert band_of(here, "time", parameters).basis == "profile"
 
 
 def test_the_memory_of_all_kinds_adds_up_to_what_is_reserved(step: PlannedStep) -> None:
@@ -240,6 +276,9 @@ def test_times_have_three_digits() -> None:
         (("tiny", "--gpu", "h100", "--set", "model.widht=3"), "model.widht: there is no such field"),
         (("tiny", "--gpu", "h100", "--no-search", "--set", "sharding.offload=true", "--set", "optimizer.name=muon"), "such a run cannot be planned"),
         (("tiny", "--gpu", "cpu", "--set", "sharding.offload=true"), "sharding.offload needs CUDA"),
+        (("tiny", "--gpu", "h100", "--tokens", "many"), "--tokens takes a number of tokens such as 15T, 300B or 2e9"),
+        (("tiny", "--gpu", "h100", "--tokens", "0"), "--tokens takes a number of tokens"),
+        (("llama-3-8b", "--gpu", "h100"), "Did you mean llama3-8b?"),
         (("tiny", "--gpu", "h100", "--gpus", "2000000"), "at most 1,000,000 GPUs"),
     ],
 )  # fmt: skip
@@ -299,29 +338,63 @@ def test_calibration_writes_a_profile_that_plans_take(tmp_path: Path) -> None:
     assert missing.exit_code == 2 and "cannot be written" in missing.output
 
 
-def test_what_fits_nowhere_is_told_on_how_many_gpus_it_fits(
+def test_what_does_not_fit_is_followed_by_where_and_how_it_fits(
     step: PlannedStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = with_capacity(step, 0.5)
-    held: Any = {"parameters": 1 << 30, "optimizer": 1 << 30}
-    large = replace(small, memory=replace(step.memory, reserved=3 << 30, at_peak=held))
-    monkeypatch.setattr(planning, "plan_microbatches", lambda *_, **__: large)
+
+    def estimate(config: RunConfig, world: int, *_: object) -> PlannedStep:
+        shares = world if config.sharding.replicas == 1 else 8
+        reserved = (20 << 30) // shares
+        held: Any = {"parameters": reserved}
+        memory = replace(step.memory, reserved=reserved, at_peak=held)
+        return replace(small, config=config, world=world, memory=memory)
+
     monkeypatch.setattr(
-        planning,
-        "estimate_step",
-        lambda config, world, *_: replace(
-            large,
-            config=config,
-            world=world,
-            memory=replace(large.memory, reserved=(48 << 30) // world),
-        ),
+        planning, "plan_microbatches", lambda config, world, *_, **__: estimate(config, world)
     )
+    monkeypatch.setattr(planning, "estimate_step", estimate)
     monkeypatch.setattr(parallel_plans, "_is_safe_to_fork", lambda: False)
-    monkeypatch.setattr(command, "read_machine", lambda *_: large.machine)
-    output = " ".join(plan("tiny", "--gpus", "16", "--gpu", "h100").output.split())
-    assert "It does not fit: 2.5 GiB are missing." in output
-    assert "parameters and optimizer state alone take 2 GiB of each GPU." in output
-    assert "It fits on 128 GPUs: 384 MiB of each, " in output
+    monkeypatch.setattr(command, "read_machine", lambda *_: small.machine)
+    output = plan("tiny", "--gpus", "16", "--gpu", "h100").output
+    text = " ".join(output.split())
+    assert text.startswith("It does not fit: 768 MiB are missing.")
+    assert "parameters, gradients and optimizer state alone take 1.25 GiB of each GPU." in text
+    # 40 GPUs have exactly enough.
+    assert "Smallest number of GPUs that fits: 40, with one window of 16 tokens on each" in text
+    places = [text.index(words) for words in ("Smallest number", "alone take", "As asked, ", "MFU")]
+    assert places == sorted(places)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("llama3-8b", ["llama3-8b (llama of transformers), 8,030,261,248 parameters", "(the most that the model takes)"]),
+        ("mixtral-8x7b", ["46,702,792,704 parameters", "(of at most 32,768 that the model takes)", "all experts got equally many", "selective recomputation, as it would not fit with less"]),
+    ],
+)  # fmt: skip
+def test_a_published_model_is_planned_as_it_would_be_trained(model: str, said: list[str]) -> None:
+    pytest.importorskip("transformers")
+    length = ("--tokens", "15T", "--price", "2.5")
+    result = plan(model, "--gpus", "64", "--gpu", "h100", "--no-search", *length, small=False)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("It fits: ")
+    common = ["64 windows of 8,192 tokens; 1 per GPU", "compute in bf16; windows of 8,192 tokens"]
+    for words in (*common, *said, " days for 15 trillion tokens, ", " at 2.5 a GPU hour"):
+        assert words in result.output, words
+
+
+@pytest.mark.slow
+def test_a_file_for_a_published_model_says_that_it_has_no_weights(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "best.toml"
+    words = ("gpt2", "--gpus", "8", "--gpu", "h100", "--no-search", "--toml", str(file))
+    assert plan(*words, small=False).exit_code == 0
+    assert "no weights and no tokenizer" in " ".join(file.read_text().split()).replace("# ", "")
+    config = read_config(file)
+    assert config.model.huggingface == published_folder("gpt2")
+    assert config.data.context == 1024 and config.compute.precision == "bf16"
 
 
 def test_help_names_the_model_and_calibrate() -> None:
@@ -335,6 +408,7 @@ def test_a_search_prints_its_findings_and_writes_a_file_for_the_trainer(tmp_path
     assert result.exit_code == 0, result.output
     assert "Better configurations for the same batch:" in result.output
     assert "x tokens/s; " in result.output
+    assert "Not tried: context, expert and tensor parallelism" in result.output
     config = read_config(file)
     assert config.sharding.replicas == 2 or not config.sharding.reshard_after_forward
     config.check(16)

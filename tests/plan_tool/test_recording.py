@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from fullshard.programs.inspect_tool.cost import measure
-from fullshard.programs.plan_tool import known_operations
-from fullshard.programs.plan_tool.known_operations import KnownOperation
 from fullshard.programs.plan_tool.program import (
     Allocate,
     Collective,
@@ -31,6 +29,8 @@ from fullshard.programs.train.evaluation import window_losses
 from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.optimizer import build_optimizer
 from fullshard.programs.train.sharded_model import FullyShardModel, build_model
+from fullshard.virtual import known_operations
+from fullshard.virtual.known_operations import KnownOperation
 from tests.helpers.fake import fake_world
 from tests.helpers.groups import leave_group
 from tests.helpers.traffic import Traffic

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from fullshard.programs.plan_tool import changes, search as searching
+from fullshard.errors import ConfigurationError
+from fullshard.programs.plan_tool import (
+    changes,
+    parallel_plans,
+    scaling as scaled,
+    search as searching,
+)
 from fullshard.programs.plan_tool.changes import (
     ACCUMULATE,
+    BATCH,
+    COMPILE,
+    FUSE,
     OFFLOAD,
+    OPTIMIZER,
     RECOMPUTE,
     REPLICAS,
     RESHARD,
+    WEIGHTS,
     changed,
     replica_sizes,
     single_changes,
@@ -29,8 +42,15 @@ from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.planning import planned
 from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.question import Question, read_machine, read_question
-from fullshard.programs.plan_tool.scaling import crossover_text, scaling
+from fullshard.programs.plan_tool.scaling import (
+    crossover_text,
+    fewest_gpus,
+    next_size,
+    scaling,
+    size_before,
+)
 from fullshard.programs.plan_tool.search import Search, reason, search
+from fullshard.programs.plan_tool.search_answers import fewest_text, tried_rows, untried_text
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config, to_short_toml
 from fullshard.programs.train.model_source import open_model
@@ -64,7 +84,9 @@ def searched(
     *settings: str,
     gpus: int = 16,
     held_gib: float = 1.0,
+    state_gib: float = 0.0,
     whole: Cost | None = None,
+    given: PlannedStep | None = None,
 ) -> tuple[Search, list[RunConfig]]:
     """Search with steps that take what `cost` says, and `whole` with all layers; return also what was planned."""
     asked = question(*settings, gpus=gpus)
@@ -73,9 +95,8 @@ def searched(
     def make(one: Question, _: object, takes: Cost = cost) -> PlannedStep:
         plans.append(one.config)
         seconds, gib = takes(one.config)
-        memory = replace(
-            template.memory, reserved=int(gib * GIB), at_peak={"parameters": int(held_gib * GIB)}
-        )
+        held: Any = {"parameters": int(held_gib * GIB), "optimizer": int(state_gib * GIB)}
+        memory = replace(template.memory, reserved=int(gib * GIB), at_peak=held)
         idle: Any = defaultdict(float)
         playback = replace(template.playback, seconds=seconds, idle=idle)
         return replace(
@@ -85,7 +106,7 @@ def searched(
     monkeypatch.setattr(searching, "estimated", make)
     monkeypatch.setattr(searching, "planned", lambda one, _: make(one, _, whole or cost))
     source: Any = None
-    return search(asked, source, make(asked, None)), plans
+    return search(asked, source, given or make(asked, None)), plans
 
 
 def test_gains_of_several_fields_are_combined_and_the_best_comes_first(
@@ -100,6 +121,7 @@ def test_gains_of_several_fields_are_combined_and_the_best_comes_first(
     found, _ = searched(template, monkeypatch, cost)
     first = found.best[0]
     assert dict(first.change.values) == {REPLICAS: 2, RESHARD: False}
+    assert first.change in [each.change for each in found.tried]  # which the table shows
     assert first.is_confirmed and first.reason.startswith("1.39 x tokens/s")
     assert [each.step.seconds for each in found.best] == sorted(
         each.step.seconds for each in found.best
@@ -130,8 +152,10 @@ def test_a_candidate_that_cannot_be_planned_is_listed_and_the_search_goes_on(
     assert found.best[0].is_confirmed and dict(found.best[0].change.values) == {RESHARD: False}
     assert not any(dict(each.change.values).get(REPLICAS) == 2 for each in found.best)
     output = io.StringIO()
-    print_search(Console(file=output, width=200), template, found)
-    assert f"Not planned: {found.failed[0].change.settings}: RuntimeError" in output.getvalue()
+    print_search(Console(file=output, width=200), question(), template, found)
+    [line, *_] = [each for each in output.getvalue().splitlines() if "not planned" in each]
+    assert line.startswith(found.failed[0].change.settings)
+    assert "not planned: RuntimeError: aten.index_select.out: not found in storage" in line
 
 
 def test_the_next_best_is_confirmed_if_the_first_turns_out_not_to_fit(
@@ -188,8 +212,11 @@ def test_what_only_saves_memory_is_not_tried_where_there_is_enough(
         template, monkeypatch, lambda _: (1.0, 10.0), "train.batch=64", "train.accumulate=2"
     )
     assert not found.best and found.num_pruned >= 3
-    assert {config.compute.checkpoint_activations for config in plans} == {"none"}
-    assert {config.train.accumulate for config in plans} == {1, 2}
+    assert all(
+        config.compute.checkpoint_activations == "none" or config.train.batch > 64
+        for config in plans
+    )
+    assert {config.train.accumulate for config in plans if config.train.batch == 64} == {1, 2}
 
 
 def test_a_model_that_does_not_fit_is_made_to_fit_at_the_least_cost(
@@ -207,6 +234,206 @@ def test_a_model_that_does_not_fit_is_made_to_fit_at_the_least_cost(
     assert first[RECOMPUTE] == "selective" and first[ACCUMULATE] > 1
     assert found.best[0].reason.startswith("fits; ")
     assert all(each.step.fits for each in found.best[:2])
+
+
+def test_another_optimizer_comes_after_all_else_that_fits(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig, only_blocks: float) -> tuple[float, float]:
+        small = config.optimizer.name == "adamw8bit"
+        recomputed = {"none": (1.0, 100.0), "selective": (1.2, 90.0), "blocks": (1.4, only_blocks)}
+        seconds, gib = recomputed[config.compute.checkpoint_activations]
+        return seconds, gib - (50.0 if small else 0.0)
+
+    for only_blocks, first in (
+        (60.0, {RECOMPUTE: "blocks"}),
+        (95.0, {OPTIMIZER: "adamw8bit"}),
+    ):
+        found, plans = searched(template, monkeypatch, partial(cost, only_blocks=only_blocks))
+        assert dict(found.best[0].change.values) == first and found.fits
+    # Parameters and state do not fit, and do with state in 8 bits.
+    large = partial(cost, only_blocks=95.0)
+    found, _ = searched(template, monkeypatch, large, held_gib=40.0, state_gib=80.0)
+    assert dict(found.best[0].change.values) == {OPTIMIZER: "adamw8bit"} and found.fits
+    roomy, plans = searched(template, monkeypatch, lambda _: (1.0, 10.0))
+    assert {config.optimizer.name for config in plans} == {"adamw"}
+    assert {config.model.dtype for config in plans} == {"fp32"}
+    assert OPTIMIZER in untried_text(question(), roomy)
+    assert OPTIMIZER not in untried_text(question(), found)
+
+
+def test_weights_in_bf16_are_tried_where_memory_is_short(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        return 1.0, 70.0 if config.model.dtype == "bf16" else 100.0
+
+    found, _ = searched(template, monkeypatch, cost, held_gib=45.0, state_gib=90.0)
+    assert dict(found.best[0].change.values) == {WEIGHTS: "bf16"} and found.fits
+    assert "bf16" not in untried_text(question(), found)
+    in_fp32 = question("compute.precision=fp32")
+    assert not any(change.axis == WEIGHTS for change in single_changes(in_fp32))
+
+
+def test_compiled_blocks_are_tried(template: PlannedStep, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        return (0.9 if config.compute.compile == "blocks" else 1.0), 10.0
+
+    found, _ = searched(template, monkeypatch, cost)
+    assert dict(found.best[0].change.values) == {COMPILE: "blocks"}
+    assert all(COMPILE != change.axis for change in single_changes(on_cpu()))
+
+
+def test_fused_gradients_are_tried_where_they_are_not_on_already(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        return (0.9 if config.compute.fuse_gradients else 1.0), 10.0
+
+    found, _ = searched(template, monkeypatch, cost)
+    assert dict(found.best[0].change.values) == {FUSE: True}
+    for asked in (
+        on_cpu(),
+        question("compute.graph=true"),
+        question("compute.fuse_gradients=true"),
+    ):
+        assert all(FUSE != change.axis for change in single_changes(asked))
+
+
+def on_cpu() -> Question:
+    return read_question("tiny", 2, read_machine("cpu", None, None), SMALL)
+
+
+def test_larger_batches_are_tried_with_the_best_configuration(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(config: RunConfig) -> tuple[float, float]:
+        """A step has a part that does not grow with the batch, and 60 GiB hold four windows."""
+        rows = config.train.batch / 16
+        fixed = 0.5 if config.sharding.reshard_after_forward else 0.4
+        seconds = (fixed + 0.5 * rows) / rows  # the template has the same tokens always
+        return seconds, 15.0 * rows / config.train.accumulate
+
+    found, plans = searched(template, monkeypatch, cost)
+    assert dict(found.best[0].change.values) == {RESHARD: False}
+    assert {each.change.values for each in found.better_larger} == {
+        ((RESHARD, False), (BATCH, 32)),
+        ((RESHARD, False), (BATCH, 64)),
+        ((RESHARD, False), (BATCH, 64), (ACCUMULATE, 4)),
+        ((RESHARD, False), (BATCH, 64), (RECOMPUTE, "blocks")),
+    }
+    assert found.better_larger[0].gain == pytest.approx(0.9 / 0.6)
+    assert all(config.train.batch <= 16 for config in plans[: -len(found.larger)])
+    names = [each.name for each in tried_rows(template, found)]
+    assert "1. and train.batch=32" in names and "as given" in names
+
+
+def test_a_larger_batch_that_brings_nothing_is_not_recommended(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = searched(template, monkeypatch, lambda _: (1.0, 10.0))
+    assert found.larger and not found.better_larger
+    found, _ = searched(template, monkeypatch, lambda _: (1.0, 1000.0))
+    assert not found.larger  # nothing fits at all
+
+
+def test_a_step_that_cannot_be_estimated_does_not_end_the_search(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(config: RunConfig) -> tuple[float, float]:
+        if config == question().config:
+            raise ConfigurationError("no layers")
+        return (0.5 if config.sharding.replicas == 2 else 1.0), 10.0
+
+    given = replace(template, playback=replace(template.playback, seconds=1.0))
+    found, _ = searched(template, monkeypatch, failing, given=given)
+    assert dict(found.best[0].change.values) == {REPLICAS: 2}
+
+
+class DyingPool:
+    """Processes of which one is killed after the first answer."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def map(self, plan: Callable[[Question], int], asked: list[Question]) -> Iterator[int]:
+        yield -asked[0].world
+        raise BrokenProcessPool
+
+    def shutdown(self, **_: object) -> None:
+        pass
+
+
+def test_plans_go_on_when_a_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_plans, "ProcessPoolExecutor", DyingPool)
+    monkeypatch.setattr(parallel_plans, "_is_safe_to_fork", lambda: True)
+    monkeypatch.setattr(parallel_plans, "_num_cores", lambda: 2)
+    source: Any = None
+    asked = [question(gpus=gpus) for gpus in (1, 2, 4)]
+    with several_at_a_time(source) as planner:
+        worlds = list(planner(lambda one, _: one.world, asked))
+    assert worlds == [-1, 2, 4]
+
+
+def test_the_smallest_number_of_gpus_is_found(
+    template: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def frugal(shards: int, rest: int, one: Question, _: object) -> PlannedStep:
+        config = one.config
+        assert config.train.batch == one.world and config.compute.checkpoint_activations == "blocks"
+        assert config.sharding.replicas == 1 and config.train.accumulate == 1
+        tried.append(one.world)
+        held: Any = {"parameters": shards * GIB // one.world}
+        padding = GIB * (one.world == 3 * 8)  # more than is divided among more of them
+        memory = replace(
+            template.memory, reserved=held["parameters"] + rest * GIB + padding, at_peak=held
+        )
+        return replace(template, config=config, world=one.world, memory=memory)
+
+    source: Any = None
+    for shards, rest, expected in (
+        (10, 5, 1),
+        (100, 40, 4),  # 77.5 GiB are there
+        (300, 3, 8),
+        (1600, 10, 24 + 8),  # 24 are nearly enough
+        (100_000, 60, 5720),
+        (100, 80, None),
+    ):
+        monkeypatch.setattr(scaled, "estimated", partial(frugal, shards, rest))
+        for gpus in (1, 8, 64):
+            tried: list[int] = []
+            asked = question("train.accumulate=2", gpus=gpus)
+            fewest = fewest_gpus(asked, one_by_one(source))
+            assert len(tried) <= 8
+            if expected is None:
+                assert fewest is None
+                continue
+            assert isinstance(fewest, PlannedStep) and fewest.world == expected, (shards, gpus)
+            assert fewest_text(fewest, fewest).startswith(
+                f"Smallest number of GPUs that fits: {expected:,}, "
+            )
+    assert "does not fit on any number of GPUs" in fewest_text(template, None)
+
+
+def test_the_smallest_number_of_gpus_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> PlannedStep:
+        raise ConfigurationError("no room")
+
+    monkeypatch.setattr(scaled, "estimated", fail)
+    source: Any = None
+    fewest = fewest_gpus(question(), one_by_one(source))
+    assert fewest == "ConfigurationError: no room"
+    points = scaling(question(gpus=64), source)
+    assert not points.points and len(points.failed) == 10
+    assert points.failed[-1] == "64 GPUs (HSDP): ConfigurationError: no room"
+
+
+def test_usual_numbers_of_gpus_are_powers_of_two_and_whole_hosts() -> None:
+    sizes = [1, 2, 4, 8, 16, 24, 32]
+    assert sorted({next_size(world, 8) for world in range(1, 33)}) == sizes
+    assert [size_before(size, 8) for size in sizes] == [0, *sizes[:-1]]
+    assert [next_size(world, 6) for world in (3, 5, 6, 7)] == [4, 6, 6, 12]
+    assert [size_before(size, 6) for size in (6, 4, 12)] == [4, 2, 6]
 
 
 def test_shards_go_to_host_memory_only_where_nothing_else_fits(
@@ -315,7 +542,7 @@ def test_a_gpu_is_never_faster_among_more_of_them_until_replicas_win() -> None:
     slow = question().machine.with_network(gbit_per_device=2.0)
     points = scaling(
         replace(question("data.context=64", gpus=4096), machine=slow), open_model(question().config)
-    )
+    ).points
     of_gradients = [point.full.playback.gradient_seconds for point in points[1:]]
     assert len(of_gradients) == 5 and of_gradients == sorted(of_gradients)
     for steps in (

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from fullshard.programs.inspect_tool.without_values import without_values
+from fullshard.programs.train.sharded_model import keep_expensive_results
+from fullshard.virtual.without_values import DROPOUT, without_values
 from tests.plan_tool.watched_kernels import WatchedKernels
 
 ATTENTION = F.scaled_dot_product_attention
@@ -141,3 +143,13 @@ def test_products_of_experts_take_all_dtypes() -> None:
     if torch.__version__ < "2.15":  # which takes all dtypes
         with pytest.raises(RuntimeError, match="BF16"):
             F.grouped_mm(stacked, stacked.mT)  # it is put back
+
+
+@pytest.mark.parametrize("is_selective", [False, True])
+def test_dropout_is_one_kernel_where_backward_computes_it_again(is_selective: bool) -> None:
+    block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8)).to("meta")
+    options = {"context_fn": keep_expensive_results} if is_selective else {}
+    x = torch.empty(4, 8, device="meta", requires_grad=True)
+    _, kernels, _ = ran(lambda: checkpoint(block, x, use_reentrant=False, **options))
+    assert kernels.count("native_dropout") == 2 and kernels.count("native_dropout_backward") == 1
+    assert "bernoulli_" not in kernels and torch.nn.functional.dropout is DROPOUT

@@ -60,6 +60,6 @@ def test_a_run_keeps_averages_evaluates_them_and_exports_them(world: Any, tmp_pa
 
     # The same run in two parts, on other ranks.
     world(1).run(run, tiny(tmp_path / "parts", *EMA, "train.steps=2"))
-    resumed, _ = world(2).run(run, tiny(tmp_path / "parts", *EMA, "sharding.door=wrapper"))
+    resumed, _ = world(2).run(run, tiny(tmp_path / "parts", *EMA, "sharding.api=fsdp1"))
     assert resumed.evaluations[4] == pytest.approx(result.evaluations[4], rel=1e-4)
     assert resumed.losses == pytest.approx({n: result.losses[n] for n in (3, 4)}, rel=1e-4)

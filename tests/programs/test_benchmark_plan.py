@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks import plan_ranks, plan_steps, published_models, published_runs
 from fullshard.programs.plan_tool.host_steps import recorded_steps
-from fullshard.programs.plan_tool.planned_step import plan_step
-from fullshard.programs.plan_tool.planning import parameters_of
+from fullshard.programs.plan_tool.planned_step import parameters_of, plan_step
 from fullshard.programs.plan_tool.validation import band_of
 from fullshard.programs.train.model_source import open_model
 

@@ -120,6 +120,20 @@ def test_settings_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Pat
     assert config == RunConfig(train=TrainSection(steps=8, batch=6))
 
 
+@pytest.mark.parametrize(("door", "api"), [("wrapper", "fsdp1"), ("fully_shard", "fsdp2")])
+def test_files_and_settings_with_the_old_name_of_a_field_are_read(
+    tmp_path: Path, door: str, api: str
+) -> None:
+    file = write(tmp_path, f'[sharding]\ndoor = "{door}"\n')
+    other = "fsdp2" if api == "fsdp1" else "fsdp1"
+    for config in (read_config(file), read_config(None, [f"sharding.door={door}"])):
+        assert config.sharding.api == api
+        assert f'\napi = "{api}"\n' in to_toml(config) and "door" not in to_toml(config)
+    assert read_config(file, [f"sharding.api={other}"]).sharding.api == other
+    with pytest.raises(ConfigurationError, match=r"sharding\.api must be one of fsdp2, fsdp1;"):
+        read_config(None, ["sharding.door=front"])
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
@@ -135,7 +149,7 @@ def test_settings_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Pat
         ("data.path=", None),
         ("optimizer.lr=1", 1.0),
         ("optimizer.betas=[0.5, 0]", (0.5, 0.0)),
-        ("sharding.door=wrapper", "wrapper"),
+        ("sharding.api=fsdp1", "fsdp1"),
         ("log.report=false", False),
     ],
 )
@@ -290,8 +304,8 @@ def test_what_may_only_follow_from_a_refused_value_is_not_told() -> None:
         (["evaluation.ema=true"], "evaluation.ema needs averages"),
         (["checkpoint.export_ema=true"], "checkpoint.export_ema needs averages"),
         (["sharding.offload=true", "run.device=cpu"], "sharding.offload needs CUDA"),
-        (["sharding.offload=true", "sharding.door=wrapper"], "for fully_shard only"),
-        (["sharding.prefetch=2", "sharding.door=wrapper"], "the wrapper gathers 1 group ahead"),
+        (["sharding.offload=true", "sharding.api=fsdp1"], "for fsdp2 only"),
+        (["sharding.prefetch=2", "sharding.api=fsdp1"], "fsdp1 gathers 1 group ahead"),
         (
             ["optimizer.shard_over_replicas=true", "optimizer.name=muon"],
             "updates each element for itself",

@@ -117,6 +117,33 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_says_so(
     assert "Going on" not in shown
 
 
+def extend(two: RunConfig, four: RunConfig) -> str:
+    run(two)
+    return shown_by(four)
+
+
+def test_a_run_that_is_extended_says_what_its_learning_rate_does(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    configs = [tiny(tmp_path, f"train.steps={n}", "schedule.warmup=0") for n in (2, 4)]
+    [shown] = world(1).run(extend, *configs)
+    assert (
+        "train.steps was 2 and is 4, which stretches the schedule: the learning rate was 5.5e-03 at step 2, and is 5.5e-03 at "
+        "step 3." in shown
+    )
+    [shown] = world(1).run(shown_by, tiny(tmp_path, "train.steps=5", "schedule.warmup=0"))
+    assert "train.steps was 4 and is 5" in shown
+
+
+def test_a_run_that_is_resumed_as_it_was_says_nothing_of_its_schedule(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    constant = ("schedule.kind=constant", "schedule.warmup=0")
+    configs = [tiny(tmp_path, f"train.steps={n}", *constant) for n in (2, 4)]
+    [shown] = world(1).run(extend, *configs)
+    assert "resumes after step 2" in shown and "the schedule" not in shown
+
+
 class Reached(Exception):
     """The run is about to take steps."""
 

@@ -217,10 +217,10 @@ def test_one_file_that_is_no_text_is_refused_unless_it_is_said_to_be_read_as_it_
     arrow = b"ARROW1\0\0" + text
     refused = {
         "a.gz": (gzip.compress(text), "gzip"),
-        "a.jsonl.bz2": (bz2.compress(text), "bzip2"),
+        "a.bz2": (bz2.compress(text), "bzip2"),
         "a.xz": (lzma.compress(text), "xz"),
         "a.npz": (b"PK\x03\x04" + text, r"zip, as \.npz is"),
-        "a.parquet": (b"PAR1" + text + b"PAR1", "Parquet"),
+        "a.pq": (b"PAR1" + text + b"PAR1", "Parquet"),
         "a.arrow": (arrow, "Arrow"),
         "tokens": (b"\x93NUMPY\1\0" + text, "an array of numpy"),
         "utf16.txt": (text.decode().encode("utf-16"), "zero bytes"),
@@ -233,7 +233,7 @@ def test_one_file_that_is_no_text_is_refused_unless_it_is_said_to_be_read_as_it_
         assert data.training.rows([0])[0].tolist() == list(content[:10])
     with pytest.raises(ConfigurationError, match="is empty, or not text"):
         opened(tmp_path)
-    for name in ("b.txt", "b.jsonl", "b.gz", "PKGBUILD"):
+    for name in ("b.txt", "b.json", "b.gz", "PKGBUILD"):
         assert opened(write(tmp_path / name, b"P" + text)).left_out == ""
 
 

@@ -54,7 +54,7 @@ def test_losses_are_those_of_the_run_on_any_number_of_ranks(
     assert f"Loss {result.evaluations[6]:.6f} nats per token" in shown
     assert f"Perplexity {math.exp(result.evaluations[6]):.6g} Tokens 80 held-out tokens" in shown
     assert "step_00000006, after step 6, averages of its parameters" in shown
-    loss = evaluated.loss(folder, "--step", 4, "--ranks", 3, "--set", "sharding.door=wrapper")
+    loss = evaluated.loss(folder, "--step", 4, "--ranks", 3, "--set", "sharding.api=fsdp1")
     assert loss == pytest.approx(result.evaluations[4], rel=1e-5)
     settings = ("--set", "evaluation.ema=false", "--set", "evaluation.windows=9")
     other = evaluated(folder, "--ranks", 1, *settings)

@@ -77,7 +77,7 @@ def traced_step(folder: Path, settings: list[str]) -> tuple[Counter[str], int]:
         ["compute.precision=bf16", "sharding.replicas=2"],
         ["sharding.reshard_after_forward=false", "compute.wire=bf16"],
         ["sharding.prefetch=2", "model.width=20", "model.heads=2"],
-        ["sharding.door=wrapper", "model.width=20", "model.heads=2", "compute.precision=bf16"],
+        ["sharding.api=fsdp1", "model.width=20", "model.heads=2", "compute.precision=bf16"],
     ],
 )
 def test_a_run_holds_and_sends_what_was_predicted(tmp_path: Path, settings: list[str]) -> None:
@@ -152,7 +152,7 @@ def frozen() -> nn.Module:
 
 def test_rules_of_the_launcher_hold_for_callers_that_build_a_model_themselves() -> None:
     config = read_config(None, ["train.batch=15", "sharding.replicas=3"])
-    config = replace(config, sharding=replace(config.sharding, prefetch=2, door="wrapper"))
+    config = replace(config, sharding=replace(config.sharding, prefetch=2, api="fsdp1"))
     problems = (*config.problems(), *config.world_problems(WORLD))
     assert len(problems) == 3
     with fake_world(WORLD), pytest.raises(ConfigurationError) as refusal:
@@ -324,7 +324,7 @@ def test_what_one_rank_computes_with_is_the_whole_though_nothing_is_gathered() -
 
 def test_a_run_is_shown_by_its_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(to_toml(read_config(None, ["model.layers=3", "run.ranks=2", "sharding.door=wrapper"])))  # fmt: skip
+    file.write_text(to_toml(read_config(None, ["model.layers=3", "run.ranks=2", "sharding.api=fsdp1"])))  # fmt: skip
     output = inspect(str(file))
     (tmp_path / "config.toml").write_text(file.read_text())
     assert inspect(str(tmp_path)) == output, "the folder of a run stands for its file"

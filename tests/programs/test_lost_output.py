@@ -139,7 +139,7 @@ def test_a_reader_that_has_left_is_told_nothing(places: dict[str, str]) -> None:
 
 def test_a_run_goes_on_without_its_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def start(*_: object, **__: object) -> None:
-        with showing_progress(Console()) as progress:
+        with showing_progress(Console(), tmp_path) as progress:
             progress.print_last("trained \N{SNOWMAN}")
         (tmp_path / "done").touch()
 

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import itertools
 import math
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from fullshard.programs.console.progress_line import LiveLine
+from fullshard.programs.console.progress_line import LiveLine, PlainLine
 from fullshard.programs.run_events import (
     BadStep,
     Checkpoint,
@@ -29,6 +30,8 @@ from fullshard.programs.run_events import (
 )
 from fullshard.programs.train.earlier_starts import read_earlier_starts
 from fullshard.programs.train.progress import showing_progress
+
+FOLDER = Path("runs/[a]")
 
 START = Start(
     world=2,
@@ -65,7 +68,8 @@ def follow_a_run(watch: Watcher) -> None:
     watch(Evaluation(step=0, loss=5.5))
     for number in range(1, START.steps + 1):
         watch(step(number, {1: 8 * math.log(2), 40: 2 * math.log(2)}.get(number, 5.0)))
-    watch(Checkpoint(step=40, path="checkpoints/step_00000040", blocked_s=0.1))
+    old = ("checkpoints/step_00000020",)
+    watch(Checkpoint(step=40, path="checkpoints/step_00000040", blocked_s=0.1, removed=old))
     watch(Evaluation(step=40, loss=1.5))
     watch(Samples(step=40, texts=("def [f]():\n\treturn \x1b[2J",)))
     watch(End(step=40, seconds=12.34))
@@ -73,7 +77,9 @@ def follow_a_run(watch: Watcher) -> None:
 
 def seen(*, terminal: bool) -> str:
     file = io.StringIO()
-    with showing_progress(Console(file=file, force_terminal=terminal, width=120)) as progress:
+    with showing_progress(
+        Console(file=file, force_terminal=terminal, width=120), FOLDER
+    ) as progress:
         follow_a_run(progress)
         progress.print_last("Report  runs/[a]/report.html")
     return file.getvalue()
@@ -84,8 +90,39 @@ def test_a_pipe_gets_a_plain_line_for_each_tenth_of_the_run() -> None:
     assert "\x1b" not in output and "\r" not in output
     lines = [line for line in output.splitlines() if line.startswith("step ") and "/40" in line]
     assert len(lines) == 11  # the first step, then every tenth
-    assert lines[0] == "step  1/40  loss 5.545  128 tokens/s  118 MiB  lr 3.0e-03  norm 0.75"
-    assert lines[-1].startswith("step 40/40  loss 4.634")
+    parts = "128 tokens/s  mean loss 5.5452  118 MiB  lr 3.0e-03  norm 0.75"
+    assert lines[0] == f"step  1/40  loss 5.5452  {parts}"
+    # The loss of the step, as in the table, and the mean of the last steps.
+    assert lines[-1].startswith("step 40/40  loss 1.3863  128 tokens/s  mean loss 4.6341")
+
+
+def plain_lines(every: int | None, seconds_per_step: float, steps: int) -> list[str]:
+    now = 0.0
+    file = io.StringIO()
+    line = PlainLine(Console(file=file, width=120), every, clock=lambda: now)
+    line.begin(steps, 0, "step 0", [])
+    for number in range(1, steps + 1):
+        now += seconds_per_step
+        line.show(number, f"step {number}", ["loss 1"])
+    return file.getvalue().splitlines()
+
+
+def shown_steps(lines: list[str]) -> list[int]:
+    return [int(line.split()[1]) for line in lines]
+
+
+def test_a_log_file_gets_a_line_at_least_every_minute() -> None:
+    lines = plain_lines(None, 25.0, 100)
+    numbers = shown_steps(lines)
+    assert max(after - before for before, after in itertools.pairwise(numbers)) == 3
+    assert {10, 50, 100} < set(numbers), "and one for each tenth"
+    assert lines[1] == "step 4  loss 1  40:00 left" and lines[-1] == "step 100  loss 1"
+    assert shown_steps(plain_lines(None, 0.1, 100)) == [1, *range(10, 101, 10)]
+
+
+def test_a_log_file_gets_a_line_as_often_as_it_is_wanted() -> None:
+    assert shown_steps(plain_lines(40, 0.1, 100)) == [1, 40, 80, 100]
+    assert shown_steps(plain_lines(1000, 50.0, 6)) == [1, 3, 5, 6]
 
 
 def test_a_terminal_gets_one_line_that_renews_itself() -> None:
@@ -137,7 +174,7 @@ def test_the_summary_of_a_resumed_run_counts_the_whole_run(tmp_path: Path) -> No
         for clock.time.return_value, event in zip(times, events, strict=True):
             file.write(line_of(event).decode())
     output = io.StringIO()
-    with showing_progress(Console(file=output, width=120)) as progress:
+    with showing_progress(Console(file=output, width=120), FOLDER) as progress:
         progress.count_earlier(read_earlier_starts(metrics))
         progress(replace(START, resumed_from=10))
         progress(BadStep(step=13, what="w", action="skip"))
@@ -154,28 +191,31 @@ def test_the_summary_of_a_resumed_run_counts_the_whole_run(tmp_path: Path) -> No
 
 def test_what_happens_besides_steps_gets_a_line_of_its_own() -> None:
     file = io.StringIO()
-    with showing_progress(Console(file=file, width=120)) as progress:
+    with showing_progress(Console(file=file, width=120), FOLDER) as progress:
         progress(START)
         progress(step(1))
         progress(BadStep(step=9, what="loss is nan", action="skip"))
         progress(step(9, math.nan))
         progress(Stall(step=9, seconds=7.4, ranks=(1,), where="at data.py:3", report="all"))
         progress(Stopped(step=9, why="a signal"))
-    assert file.getvalue().splitlines()[-4:] == [
+    # What comes after two spaces and a clock time is left of the run.
+    assert re.sub("  [0-9:]+ left", "", file.getvalue()).splitlines()[-4:] == [
         "step 9: loss is nan; its update is skipped",
-        "step  9/40  loss nan  128 tokens/s  118 MiB  lr 3.0e-03  norm 0.75",
+        "step  9/40  loss nan  128 tokens/s  mean loss 5.0000  118 MiB  lr 3.0e-03  norm 0.75",
         "step 9: others waited 7 s for rank 1 (at data.py:3)",
         "step 9: stopped by a signal",
     ]
     output = seen(terminal=False)
     assert "step 0: held-out loss 5.5000\n" in output
-    assert "step 40: saved in checkpoints/step_00000040\n" in output
+    place = "runs/[a]/checkpoints/step_000000"
+    assert f"step 40: saved in {place}40; removed {place}20 (checkpoint.keep)\n" in output
 
 
 def test_the_summary_says_what_was_trained_and_what_each_rank_held() -> None:
     output = seen(terminal=False)
+    assert f"Folder  {Path.cwd()}/runs/[a]\n" in output
     assert "the folder [here]" in output and "a decoder of [2] layers" in output
-    assert "       left out: hidden: [.git]\n" in output
+    assert "        left out: hidden: [.git]\n" in output
     assert "def [f]():\n" in output and "return \\x1b[2J" in output
     assert "\nTrained 40 steps on 2,560 tokens in 12.3 s.\n" in output
     assert "\n250 parameters, sharded over 2 cpu ranks.\n" in output
@@ -191,7 +231,7 @@ def test_the_summary_says_what_was_trained_and_what_each_rank_held() -> None:
 
 def test_the_summary_names_steps_that_were_skipped() -> None:
     file = io.StringIO()
-    with showing_progress(Console(file=file, width=120)) as progress:
+    with showing_progress(Console(file=file, width=120), FOLDER) as progress:
         progress(START)
         for number in range(1, 13):
             progress(step(number))
@@ -204,7 +244,9 @@ def test_the_summary_names_steps_that_were_skipped() -> None:
 def test_a_reader_that_leaves_does_not_end_the_run(terminal: bool) -> None:
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as file:
-        with showing_progress(Console(file=file, force_terminal=terminal, width=120)) as progress:
+        with showing_progress(
+            Console(file=file, force_terminal=terminal, width=120), FOLDER
+        ) as progress:
             progress(START)
             os.close(reading)
             follow_a_run(progress)
@@ -217,14 +259,14 @@ def test_a_disk_that_is_full_does_not_end_the_run() -> None:
         def write(self, text: str) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with showing_progress(Console(file=FullDisk())) as progress:
+    with showing_progress(Console(file=FullDisk()), FOLDER) as progress:
         follow_a_run(progress)
 
 
 def test_an_error_gives_the_cursor_back() -> None:
     file = io.StringIO()
     try:
-        with showing_progress(Console(file=file, force_terminal=True)) as progress:
+        with showing_progress(Console(file=file, force_terminal=True), FOLDER) as progress:
             progress(START)
             raise ValueError
     except ValueError:

@@ -29,14 +29,14 @@ MakeWorld = Callable[[int], World]
     "settings",
     [
         (
-            *("sharding.door=wrapper", "sharding.groups=plan"),
+            *("sharding.api=fsdp1", "sharding.groups=plan"),
             *("sharding.replicas=2", "optimizer.shard_over_replicas=true"),
         ),
         (
             *("optimizer.name=adagrad", "optimizer.flat=false"),
             *("train.accumulate=2", "compute.checkpoint_activations=blocks"),
         ),
-        ("optimizer.name=sgd", "compute.precision=bf16", "sharding.door=wrapper"),
+        ("optimizer.name=sgd", "compute.precision=bf16", "sharding.api=fsdp1"),
         ("optimizer.name=muon", "sharding.groups=plan"),
         (
             *("optimizer.name=adamw8bit", "sharding.groups=plan"),
@@ -97,10 +97,10 @@ def test_a_run_does_not_go_on_with_the_state_of_another_optimizer(
         assert "saved from torch.optim.AdamW, and this is torch.optim.SGD" in str(outcome)
 
 
-def test_more_steps_go_on_where_fewer_ended_also_on_other_ranks_and_doors(
+def test_more_steps_go_on_where_fewer_ended_also_on_other_ranks_and_apis(
     world: MakeWorld, tmp_path: Path
 ) -> None:
-    wrapper, replicas = ("sharding.door=wrapper", "train.accumulate=2"), "sharding.replicas=2"
+    wrapper, replicas = ("sharding.api=fsdp1", "train.accumulate=2"), "sharding.replicas=2"
     divided = "optimizer.shard_over_replicas=true"
     others = {
         "adamw": (*wrapper, replicas, divided),
@@ -170,7 +170,10 @@ def test_old_checkpoints_are_removed_also_those_of_before_a_restart(
         world(2).run(run, config)
     left = sorted(path.name for path in (config.run.folder / "checkpoints").iterdir())
     assert left == ["step_00000003", "step_00000004"]
-    assert [record["step"] for record in records(config, "checkpoint")] == [1, 2, 3, 4]
+    written = records(config, "checkpoint")
+    assert [record["step"] for record in written] == [1, 2, 3, 4]
+    removed = [record["removed"] for record in written]
+    assert removed == [(), (), ("checkpoints/step_00000001",), ("checkpoints/step_00000002",)]
 
 
 def test_a_checkpoint_that_cannot_be_written_is_the_same_error_on_all(
@@ -225,11 +228,11 @@ def test_what_may_help_after_a_bad_step_is_what_the_run_does_not_have_yet() -> N
     assert "lower train.clip" not in skipping and "max_norm" not in skipping
 
 
-@pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_a_skipped_step_changes_neither_weights_nor_optimizer(
-    world: MakeWorld, tmp_path: Path, door: str
+    world: MakeWorld, tmp_path: Path, api: str
 ) -> None:
-    settings = ("train.on_bad_step=skip", f"sharding.door={door}", "checkpoint.every=1")
+    settings = ("train.on_bad_step=skip", f"sharding.api={api}", "checkpoint.every=1")
     config = tiny(tmp_path, "train.steps=4", "checkpoint.keep=4", *settings)
     first, second = world(2).run(run, config, NAN)
     assert math.isnan(first.losses[3]) and math.isnan(second.losses[3])
@@ -283,12 +286,12 @@ def run_without_warnings(*arguments: Any) -> Any:
         return run(*arguments)
 
 
-@pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("api", ["fsdp2", "fsdp1"])
 def test_a_step_that_fails_on_one_rank_is_skipped_by_all(
-    world: MakeWorld, tmp_path: Path, door: str
+    world: MakeWorld, tmp_path: Path, api: str
 ) -> None:
     settings = (
-        f"sharding.door={door}",
+        f"sharding.api={api}",
         "train.accumulate=2",
         "train.steps=5",
         "checkpoint.every=1",

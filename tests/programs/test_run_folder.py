@@ -14,8 +14,10 @@ from fullshard.programs.run_events import BadStep, End, Evaluation, Step, read_e
 from fullshard.programs.train import run_folder
 from fullshard.programs.train.config import OptimizerSection, RunConfig, TrainSection
 from fullshard.programs.train.config_file import read_config
-from fullshard.programs.train.metrics_file import MetricsFile, TensorBoardFiles
+from fullshard.programs.train.metrics_file import MetricsFile
 from fullshard.programs.train.run_folder import RunFolder
+from fullshard.programs.train.tensorboard_files import TensorBoardFiles
+from fullshard.programs.train.trackers import Tracking
 from tests.programs.test_progress import START, step
 
 CONFIG = RunConfig(train=TrainSection(steps=40))
@@ -193,12 +195,12 @@ def test_only_some_steps_are_written_and_the_last_one(tmp_path: Path) -> None:
 def test_tensorboard_can_read_the_curves(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    curves = TensorBoardFiles(tmp_path)
+    curves = Tracking("TensorBoard", TensorBoardFiles(tmp_path), pytest.fail)
     curves(START)
     curves(step(1))
     curves(Evaluation(step=1, loss=2.5))
     curves.close()
-    resumed = TensorBoardFiles(tmp_path)
+    resumed = Tracking("TensorBoard", TensorBoardFiles(tmp_path), pytest.fail)
     resumed(replace(START, resumed_from=0))
     resumed(step(1, 4.0))
     resumed(step(2, 3.0))

@@ -28,7 +28,7 @@ def test_only_trained_parameters_are_saved_and_a_run_goes_on_with_them(
     config = tiny(tmp_path, *SOME, "train.steps=2")
     [first] = world(1).run(run, config)
     folder = config.run.folder
-    resumed, _ = world(2).run(run, tiny(tmp_path, *SOME, "train.steps=4", "sharding.door=wrapper"))
+    resumed, _ = world(2).run(run, tiny(tmp_path, *SOME, "train.steps=4", "sharding.api=fsdp1"))
     whole, _ = world(2).run(run, tiny(tmp_path / "whole", SOME[0], SOME[2], "train.steps=4"))
     assert first.losses | resumed.losses == pytest.approx(whole.losses, rel=1e-4)
     assert resumed.evaluations[4] == pytest.approx(whole.evaluations[4], rel=1e-4)

@@ -53,11 +53,13 @@ def one_rank(world: MakeWorld, folder: Path) -> TrainResult:
 SPREADS: dict[int, list[tuple[str, ...]]] = {
     1: [("train.accumulate=4", "compute.graph=true")],
     2: [
-        ("train.accumulate=2", "sharding.door=wrapper", "compute.checkpoint_activations=blocks"),
+        ("train.accumulate=2", "sharding.api=fsdp1", "compute.checkpoint_activations=blocks"),
         ("train.accumulate=2", "optimizer.flat=false", "sharding.prefetch=3"),
-        ("sharding.door=wrapper", "sharding.reshard_after_forward=false"),
+        ("sharding.api=fsdp1", "sharding.reshard_after_forward=false"),
         ("sharding.groups=plan", "sharding.prefetch=2", "sharding.reshard_after_forward=false"),
-        ("sharding.groups=plan", "sharding.door=wrapper", "optimizer.flat=false"),
+        ("compute.fuse_gradients=true", "train.accumulate=2"),
+        ("compute.fuse_gradients=true", "sharding.api=fsdp1", "sharding.groups=plan"),
+        ("sharding.groups=plan", "sharding.api=fsdp1", "optimizer.flat=false"),
         ("compute.checkpoint_activations=selective",),
         ("compute.compile=blocks", "compute.checkpoint_activations=blocks"),
         ("sharding.replicas=2",),
@@ -65,7 +67,7 @@ SPREADS: dict[int, list[tuple[str, ...]]] = {
     4: [
         (),
         ("sharding.replicas=2", "train.accumulate=2"),
-        ("sharding.replicas=2", "sharding.door=wrapper", "optimizer.shard_over_replicas=true"),
+        ("sharding.replicas=2", "sharding.api=fsdp1", "optimizer.shard_over_replicas=true"),
     ],
 }
 """Settings, by how many ranks there are."""
@@ -85,6 +87,37 @@ def test_losses_do_not_depend_on_how_a_run_is_spread(
         state = [records(config, "step")[-1]["optimizer_bytes"] for config in configs]
         assert state[1] == pytest.approx(2 * state[0], rel=0.05), "two replicas of all state"
         assert state[2] == pytest.approx(state[0], rel=0.05), "divided over the replicas"
+
+
+def fused_of(config: RunConfig) -> dict[str, str]:
+    """Why gradients are not fused, by the names of weights."""
+    source = open_model(config)
+    model = build_model(config, source, torch.device("cpu"))
+    source.fill(model.module, seed=0)
+    model.module(torch.zeros(1, 4, dtype=torch.int64))
+    return model.module.fused_gradients()
+
+
+def test_gradients_are_fused_where_it_is_wanted(world: MakeWorld, tmp_path: Path) -> None:
+    for api in ("fsdp2", "fsdp1"):
+        for settings, is_fused in (
+            ("compute.fuse_gradients=true", True),
+            ("compute.graph=true", False),
+        ):
+            config = tiny(tmp_path, f"sharding.api={api}", settings)
+            for reasons in world(2).run(fused_of, config):
+                blocks = [reason for name, reason in reasons.items() if "blocks." in name]
+                assert blocks.count("") == len(blocks) > 10 if is_fused else not blocks
+
+
+def test_captured_steps_fuse_gradients_unless_told_otherwise() -> None:
+    def fuses(device: str, *settings: str) -> bool:
+        return read_config(None, settings).compute.fuses_gradients(device)
+
+    assert fuses("cuda", "compute.graph=true")
+    assert not fuses("cpu", "compute.graph=true") and not fuses("cuda")
+    assert not fuses("cuda", "compute.graph=true", "compute.fuse_gradients=false")
+    assert fuses("cuda", "compute.fuse_gradients=true")
 
 
 def test_training_lowers_the_loss_and_writes_down_what_it_did(
@@ -127,10 +160,10 @@ def test_training_lowers_the_loss_and_writes_down_what_it_did(
 def test_the_wanted_steps_are_traced_on_the_wanted_ranks(
     world: MakeWorld, tmp_path: Path, one_rank: TrainResult
 ) -> None:
-    for door in ("fully_shard", "wrapper"):
+    for api in ("fsdp2", "fsdp1"):
         config = short(
-            tmp_path / door,
-            *(f"sharding.door={door}", "trace.start=2", "trace.steps=2", "trace.ranks=1"),
+            tmp_path / api,
+            *(f"sharding.api={api}", "trace.start=2", "trace.steps=2", "trace.ranks=1"),
             *("train.accumulate=2", "evaluation.every=1", "checkpoint.every=1"),
         )
         result, _ = world(2).run(run, config)
@@ -181,8 +214,8 @@ def test_other_dtypes_stay_close_to_float32(
     world: MakeWorld, tmp_path: Path, one_rank: TrainResult
 ) -> None:
     configs = [
-        short(tmp_path / door / setting, f"sharding.door={door}", f"compute.{setting}=bf16")
-        for door in ("fully_shard", "wrapper")
+        short(tmp_path / api / setting, f"sharding.api={api}", f"compute.{setting}=bf16")
+        for api in ("fsdp2", "fsdp1")
         for setting in ("precision", "wire")
     ]
     results, _ = world(2).run(run_each, configs)
@@ -192,15 +225,15 @@ def test_other_dtypes_stay_close_to_float32(
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad", "muon", "adamw8bit"])
-def test_optimizers_update_the_same_through_both_doors(
+def test_optimizers_update_the_same_through_both_apis(
     world: MakeWorld, tmp_path: Path, one_rank: TrainResult, optimizer: str
 ) -> None:
     configs = [
         short(
-            tmp_path / (door + flat),
-            *(f"sharding.door={door}", f"optimizer.flat={flat}", f"optimizer.name={optimizer}"),
+            tmp_path / (api + flat),
+            *(f"sharding.api={api}", f"optimizer.flat={flat}", f"optimizer.name={optimizer}"),
         )
-        for door, flat in (("fully_shard", "true"), ("fully_shard", "false"), ("wrapper", "true"))
+        for api, flat in (("fsdp2", "true"), ("fsdp2", "false"), ("fsdp1", "true"))
     ]
     results, _ = world(2).run(run_each, configs)
     first, *others = [result.losses for result in results]
@@ -280,8 +313,8 @@ def test_another_run_in_the_same_folder_is_refused_on_all_ranks(
 
 
 def test_only_matrices_are_decayed(world: MakeWorld, tmp_path: Path) -> None:
-    for door in ("fully_shard", "wrapper"):
-        for decayed, plain in world(2).run(decayed_names, tiny(tmp_path, f"sharding.door={door}")):
+    for api in ("fsdp2", "fsdp1"):
+        for decayed, plain in world(2).run(decayed_names, tiny(tmp_path, f"sharding.api={api}")):
             assert {name.rpartition(".")[0].split(".")[-1] for name in plain} == {
                 "norm",
                 "attention_norm",
@@ -298,7 +331,7 @@ def decayed_names(config: RunConfig) -> tuple[list[str], list[str]]:
     model = build_model(config, open_model(config), torch.device("cpu"))
     names = {parameter: clean_name(name) for name, parameter in model.module.named_parameters()}
     matrices, others = model.parameters()
-    is_functional = config.sharding.door == "fully_shard"
+    is_functional = config.sharding.api == "fsdp2"
     assert all(isinstance(each, DTensor) is is_functional for each in matrices)
     return [names[each] for each in matrices], [names[each] for each in others]
 

@@ -179,8 +179,8 @@ def test_a_tiny_llama_is_trained_through_both_doors_and_transformers_loads_it(
         ),
     ]
     found = []
-    for door in ("fully_shard", "wrapper"):
-        own = [f"sharding.door={door}", f"run.folder={tmp_path / door}"]
+    for api in ("fsdp2", "fsdp1"):
+        own = [f"sharding.api={api}", f"run.folder={tmp_path / api}"]
         first, second = world(2).run(run_and_load, [*settings, *own])
         assert first == second
         (begin, end, exported), files = first

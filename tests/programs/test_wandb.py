@@ -14,6 +14,7 @@ from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.launch import problems_here
 from fullshard.programs.train.result import TrainResult
 from fullshard.programs.train.run_folder import RunFolder
+from fullshard.programs.train.trackers import Tracking
 from fullshard.programs.train.wandb_run import WandbRun
 from tests.helpers.runs import Incident, run, tiny
 
@@ -100,7 +101,8 @@ def test_a_tracker_that_fails_stops_nothing_and_is_told_once(world: Any, tmp_pat
     for failing in ("init", "finish"):
         warnings: list[str] = []
         fake = FakeWandb((failing,))
-        tracker = WandbRun(RunFolder(config.run.folder), config, warnings.append, fake)
+        wandb_run = WandbRun(RunFolder(config.run.folder), config, fake)
+        tracker = Tracking("Weights & Biases", wandb_run, warnings.append)
         for event in read_events(config.run.folder / "metrics.jsonl"):
             tracker(event)
         tracker.close()

@@ -35,7 +35,7 @@ def test_weights_of_a_run_a_checkpoint_and_an_export_start_a_run_anew(
     folder = config.run.folder
     origins = [folder, folder / "checkpoints" / "step_00000006", folder / "model"]
     for number, origin in enumerate(origins):
-        settings = (*SHORT, f"model.weights={origin}", "sharding.door=wrapper")
+        settings = (*SHORT, f"model.weights={origin}", "sharding.api=fsdp1")
         started = tiny(tmp_path / str(number), *settings)
         warm, _ = world(2).run(run, started)
         assert warm.evaluations[0] == pytest.approx(result.evaluations[6], rel=1e-5)

@@ -2,7 +2,7 @@
 
 Each has a test of what it must refuse, and one of what it must let through: programs next to the refused ones that are
 legal. What judges arguments rather than programs is listed apart (`ARGUMENTS`). The source is searched for errors and
-warnings, so that none is missing from both.
+warnings, so that none is missing from both. A `CheckpointError` judges what is in a file or folder: tests/checkpoint has these.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from fullshard import (
     LifecycleError,
     UnsupportedError,
     UsageError,
+    checkpoint,
     clip_grad_norm_,
     errors,
     fully_shard,
 )
 from fullshard.api import OptimStateKeyType
+from fullshard.checkpoint.local_state import LocalModelState
 from fullshard.comm import step_guard
 from fullshard.engine import clip_grad
 from fullshard.fsdp1.wrapper_options import choose_device
@@ -47,16 +49,20 @@ from fullshard.optim import (
     sharded_optimizer,
 )
 from fullshard.optim.param_cuts import cuts_of_members
+from fullshard.tracing.group_facts import states_in
 from tests.helpers.fake import fake_world
 
 CPU = torch.device("cpu")
 SOURCE = Path(fullshard.__file__).parent
 TESTS = Path(__file__).parents[1]
-ROOMS = ("fsdp1", "fsdp2", "engine", "comm", "plan", "storage", "optim")
+ROOMS = (
+    *("fsdp1", "fsdp2", "engine", "comm", "plan", "storage", "optim"),
+    *("checkpoint", "run", "tracing", "*.py"),
+)
 ERRORS = {
     name
     for name, value in vars(errors).items()
-    if isinstance(value, type) and issubclass(value, Exception)
+    if isinstance(value, type) and issubclass(value, Exception) and name != "CheckpointError"
 }
 WARNINGS = {"warn", "warning"}
 
@@ -73,7 +79,7 @@ def places() -> tuple[Place, ...]:
     return tuple(
         place
         for room in ROOMS
-        for path in sorted((SOURCE / room).rglob("*.py"))
+        for path in sorted(SOURCE.glob(room if room == "*.py" else f"{room}/**/*.py"))
         for place in _places_in(
             ast.parse(path.read_text()), f"{path.relative_to(SOURCE).as_posix()}::"
         )
@@ -445,6 +451,49 @@ optim/sharded_optimizer.py::ShardedOptimizer.__getstate__
 optim/sharded_optimizer.py::_check_class
     updates shards by itself | optim/test_shard_over_replicas::test_other_optimizers_and_replicas_that_differ_are_refused_alike_on_every_rank | doors/test_optim::test_every_optimizer_of_torch_does_the_same
     must depend on this element | doors/test_optim::test_optimizers_that_may_not_be_elementwise_are_refused | doors/test_optim::test_every_optimizer_of_torch_does_the_same
+checkpoint/huggingface.py::_renamed
+    every weight a different name | checkpoint/test_huggingface::test_damage_and_wrong_options_are_said_before_anything_is_written | checkpoint/test_huggingface::test_floating_point_numbers_are_cast_and_weights_renamed
+checkpoint/local_state.py::_members
+    also tensor-parallel | promises/test_guards::test_flat_pieces_of_parallel_parameters_are_not_saved | promises/test_guards::test_flat_pieces_of_parallel_parameters_are_not_saved
+checkpoint/optimizer_local_state.py::_averages
+    Within EMA.averaged | doors/test_ema::test_mistakes_are_named_with_their_remedy | doors/test_ema::test_averages_are_those_of_the_whole_parameters_and_are_loaded_on_other_ranks
+checkpoint/publication.py::latest
+    is skipped | checkpoint/test_transient_errors::test_whichever_call_fails_once_the_newest_is_found | checkpoint/test_publication::test_the_newest_is_what_was_written_last
+checkpoint/rank_group.py::RankGroup.__init__
+    must be in process_group | promises/test_guards::test_ranks_outside_of_a_group_do_not_save_with_it | checkpoint/test_rank_group::test_a_group_of_some_ranks
+checkpoint/replacement.py::_empty_old
+    may be left in | checkpoint/test_huggingface::test_what_cannot_be_moved_out_of_the_old_folder_is_left_and_said | checkpoint/test_huggingface::test_what_others_write_while_weights_are_replaced_stays
+checkpoint/retention.py::remove_old_checkpoints
+    No old checkpoint in | checkpoint/test_transient_errors::test_what_cannot_be_read_for_a_while_is_not_outnumbered | checkpoint/test_save::test_the_last_ones_are_kept
+    cannot be removed, and stays | checkpoint/test_retention::test_what_cannot_be_removed_stays_with_a_warning | checkpoint/test_save::test_the_last_ones_are_kept
+checkpoint/torch_files.py::_storable
+    left out of | checkpoint/test_torch_files::test_what_a_checkpoint_cannot_hold_is_left_out_with_a_warning | checkpoint/test_torch_files::test_what_a_checkpoint_cannot_hold_is_left_out_with_a_warning
+run/install.py::_refuse_torch_models
+    Install first | run/test_install::test_models_and_subclasses_that_exist_are_named | run/test_install::test_torch_trains_with_the_same_bits_after_fullshard_was_installed
+run/install.py::_warn_of_subclasses
+    They still use torch's FSDP | run/test_install::test_models_and_subclasses_that_exist_are_named | run/test_install::test_all_public_names_of_torch_are_rebound_and_its_engine_is_left_alone
+run/install.py::_warn_of_patched
+    They are left alone | run/test_install::test_a_patch_that_ends_after_uninstall_is_told_and_undone | run/test_install::test_a_patch_that_ends_before_uninstall_or_never_is_left_alone
+run/install.py::_warn_of_models
+    They keep working | run/test_install::test_models_and_subclasses_that_exist_are_named | run/test_install::test_models_and_subclasses_that_exist_are_named
+tracing/group_facts.py::outermost_states
+    Only a sharded model has groups | promises/test_tracing::test_what_cannot_be_recorded_is_refused | promises/test_tracing::test_several_models_have_names_of_their_own
+tracing/trace.py::Recording.__init__
+    A recording is of one device | promises/test_tracing::test_what_cannot_be_recorded_is_refused | promises/test_tracing::test_several_models_have_names_of_their_own
+tracing/trace.py::Recording.__enter__
+    one recording at a time | promises/test_tracing::test_what_cannot_be_recorded_is_refused | promises/test_tracing::test_several_models_have_names_of_their_own
+tracing/trace.py::Recording.step
+    only be recorded within | promises/test_tracing::test_what_cannot_be_recorded_is_refused | promises/test_tracing::test_no_more_than_allowed_is_kept
+tracing/trace.py::Recording.paused
+    only be paused within | promises/test_tracing::test_what_cannot_be_recorded_is_refused | promises/test_tracing::test_what_happens_in_a_pause_is_in_no_step
+tracing/trace.py::Recording.__exit__
+    must keep its streams | promises/test_tracing::test_a_part_of_a_model_that_has_not_run_cannot_be_recorded | promises/test_tracing::test_the_first_forward_can_be_recorded
+sharded_grad_scaler.py::ShardedGradScaler._group
+    there is no default one | doors/test_sharded_grad_scaler::test_the_default_group_may_come_after_the_scaler | doors/test_sharded_grad_scaler::test_a_disabled_scaler_does_nothing_and_communicates_nothing
+wrap.py::_check_not_wrapped
+    With a policy, no module | plan/test_wrap::test_modules_that_are_wrapped_already_are_refused_by_name | plan/test_wrap::test_the_modules_are_those_that_torch_wraps
+wrap.py::enable_wrap
+    cannot be nested | plan/test_wrap::test_contexts_cannot_be_nested_and_the_outer_one_stays | plan/test_wrap::test_wrap_wraps_within_the_context_only
 """
 
 ARGUMENTS_TABLE = """
@@ -508,6 +557,24 @@ optim/ema.py::EMA.__init__
 optim/muon.py::_check_options
 optim/replica_messages.py::check_bucket
 optim/sharded_optimizer.py::_check_options
+checkpoint/conversion.py::write
+checkpoint/huggingface.py::_Options.__post_init__
+checkpoint/huggingface.py::_companions.check
+checkpoint/save.py::async_save
+checkpoint/save_plan.py::_collect
+tracing/trace.py::trace
+api.py::_check_classes
+files.py::local_path
+sharded_grad_scaler.py::ShardedGradScaler.__init__
+sharded_grad_scaler.py::ShardedGradScaler.scale
+wrap.py::CustomPolicy.__init__
+wrap.py::CustomPolicy.__call__
+wrap.py::CustomPolicy._run_policy
+wrap.py::enable_wrap | wrapper_cls must be
+wrap.py::_check_not_iterator
+wrap.py::_classes
+wrap.py::_check_policy
+wrap.py::_check_kwargs
 """
 
 
@@ -717,3 +784,31 @@ def test_blocks_are_ranges_of_memory(monkeypatch: pytest.MonkeyPatch):
         UnsupportedError, match=r"these of wrappers are also tensor-parallel: \['w'\]"
     ):
         cuts_of_members([holes])
+
+
+def test_ranks_outside_of_a_group_do_not_save_with_it(tmp_path: Path) -> None:
+    with fake_world(3):
+        model = fully_shard(nn.Linear(4, 4))
+        of_others: Any = dist.new_group([1, 2])
+        with pytest.raises(ConfigurationError, match=r"must be in process_group; rank 0 is not"):
+            checkpoint.save(tmp_path / "saved", model, process_group=of_others)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flat_pieces_of_parallel_parameters_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(2):
+        model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=CPU, use_orig_params=True)
+        LocalModelState(model, "save")
+        for param in params_of(model):
+            monkeypatch.setattr(param, "placement", SimpleNamespace(parallel=True))
+        with pytest.raises(UnsupportedError, match=r"wrappers are: \['weight', 'bias'\]"):
+            LocalModelState(model, "save")
+
+
+def params_of(model: Any) -> list[Any]:
+    return [
+        param
+        for state, _, _ in states_in(model)
+        for group in state.groups
+        for param in group.params
+    ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import FullyShardedDataParallel, fully_shard
-from tests.helpers.fake import fake_world
+from tests.helpers.fake import echo_world
 
 WIDTH = 4
 STRIDE = 11
@@ -124,7 +124,7 @@ def interrupted_backward(model: nn.Module, line: int) -> str:
 def test_the_step_after_an_interrupt_at_any_line_is_right(
     door: str, interrupted: Callable[[nn.Module, int], str]
 ) -> None:
-    with fake_world(2):
+    with echo_world(2):
         model = make_model(door)
         step(model)
         expected = step(model)
@@ -152,7 +152,7 @@ def test_after_an_interrupt_in_the_models_code_the_next_pass_is_right(
     door: str, where: str
 ) -> None:
     """Torch calls no hooks after a KeyboardInterrupt."""
-    with fake_world(2):
+    with echo_world(2):
         model = make_model(door)
         step(model)
         expected = step(model)
@@ -207,7 +207,7 @@ def compiled(module: nn.Module) -> Callable[..., Tensor]:
     ids=["fully_shard", "compiled", "wrapper", "wrapped module"],
 )
 def test_a_model_that_calls_itself_has_not_been_interrupted(shard: Any, called: Any) -> None:
-    with fake_world(2):
+    with echo_world(2):
         torch.manual_seed(0)
         model = shard(Recursive())
         found = []

@@ -29,6 +29,7 @@ from fullshard import (
 )
 from fullshard.api import MixedPrecision
 from tests.helpers.compare import assert_close, assert_equal
+from tests.helpers.training import needs_torch_2_13
 
 Program = Callable[[ModuleType], list[Any]]
 LIBRARIES = ("torch.distributed.fsdp", "fullshard")
@@ -238,8 +239,13 @@ def refused_modules() -> None:
 
 
 def test_a_forward_makes_a_container_a_module_that_can_be_sharded(world):
-    world(2).run(alike, with_a_forward, traced_child)
+    world(2).run(alike, traced_child)
     world(2).run(refused_modules)
+
+
+@needs_torch_2_13
+def test_containers_with_a_forward_train_like_torch_s(world):
+    world(2).run(alike, with_a_forward)
 
 
 # --- full parameters between a forward and its backward ---------------------------------------------------

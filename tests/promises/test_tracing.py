@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import fullshard
 from fullshard import ConfigurationError, FullyShardedDataParallel, LifecycleError, fully_shard
 from fullshard.comm import spans
 from fullshard.storage.buffers import Buffer
+from fullshard.tracing import trace as tracing
 from fullshard.tracing.schema import Span
 from fullshard.tracing.trace import one_at_a_time
 from fullshard.wrap import ModuleWrapPolicy
@@ -445,7 +447,9 @@ def test_no_more_than_allowed_is_kept(tmp_path: Path) -> None:
     assert len(kept) <= 10 < trace.about["dropped"]
 
 
-def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_recorded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigurationError, match="nothing in this Linear is"):
         fullshard.trace(nn.Linear(2, 2), tmp_path)
     with fake_world(2):
@@ -455,9 +459,15 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
         recording = fullshard.trace(model, tmp_path)
         with pytest.raises(LifecycleError, match="only be recorded within the block"):
             recording.step()
+        with pytest.raises(LifecycleError, match="only be paused within its block"):
+            recording.paused().__enter__()
         with recording, pytest.raises(LifecycleError, match="one recording at a time"):
             fullshard.trace(model, tmp_path).__enter__()
         assert model(torch.ones(1, 4)).shape == (1, 4)
+    contexts = [SimpleNamespace(device=torch.device(name)) for name in ("cpu", "xpu:0")]
+    monkeypatch.setattr(tracing, "contexts_of", lambda _: contexts)
+    with pytest.raises(ConfigurationError, match=r"on \['cpu', 'xpu:0'\]"):
+        tracing.Recording(model, tmp_path, first_step=0, limit=1)
 
 
 def test_a_part_of_a_model_that_has_not_run_cannot_be_recorded(tmp_path: Path) -> None:

@@ -209,6 +209,13 @@ def penalty_before_another_forward(model: nn.Module, x: Tensor, v: Tensor) -> Re
     return penalty - model(v).mean(), None
 
 
+def penalty_of_a_layer_on_its_own(model: Any, x: Tensor, v: Tensor) -> Result:
+    """The layer is run before the model, whose root takes it over while its graph lives."""
+    x.requires_grad_()
+    penalty = gradient_of(model.layers[0](x, x), x).square().mean()
+    return penalty + model(v).mean(), None
+
+
 def penalty_checkpointed(model: nn.Module, x: Tensor, v: Tensor) -> Result:
     x.requires_grad_()
     out = model(x, checkpointed=True)
@@ -386,6 +393,7 @@ def test_gradients_of_gradients_are_those_of_one_process(world: Any) -> None:
     programs = [
         nothing_but_a_penalty,
         penalty_before_another_forward,
+        penalty_of_a_layer_on_its_own,
         penalty_checkpointed,
         penalty_of_a_hidden_state,
         penalty_inside_of_a_layer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from fullshard.programs.report.diagnosis import diagnose
 from fullshard.programs.report.findings import Call, Finding, Remedy, Setting
 from fullshard.programs.report.run_files import Metrics, Run, read_run
 from fullshard.programs.report.run_findings import find_in_training
-from fullshard.programs.run_events import BadStep, Step
+from fullshard.programs.run_events import BadStep, Start, Step, parse_line
 from fullshard.tracing.schema import PlannedFacts, parse_trace
 from tests.helpers.run_folders import Machine, metrics_records, simulated_trace, write_metrics
 
@@ -114,9 +115,9 @@ def test_what_the_configuration_has_already_is_no_remedy():
 
 
 def test_a_remedy_says_what_it_takes():
-    both = (Setting("sharding", "prefetch", 2), Setting("sharding", "door", "fully_shard"))
+    both = (Setting("sharding", "prefetch", 2), Setting("sharding", "api", "fsdp2"))
     remedy = Remedy(kind="deeper prefetch", text="Deeper", settings=both)
-    assert str(remedy) == 'Deeper: `sharding.prefetch = 2` with `sharding.door = "fully_shard"`'
+    assert str(remedy) == 'Deeper: `sharding.prefetch = 2` with `sharding.api = "fsdp2"`'
     fixed = Remedy(kind="clip", text="Clip", settings=(Setting("train", "clip", 1.0),))
     assert str(fixed) == "Clip: `train.clip = 1.0`, in a new run"
     call = Call("fully_shard", ("reshard_after_forward=True",))
@@ -126,11 +127,11 @@ def test_a_remedy_says_what_it_takes():
     assert str(Remedy(kind="look", text="Look at the data")) == "Look at the data"
 
 
-def test_a_deeper_prefetch_comes_with_the_door_that_has_it():
+def test_a_deeper_prefetch_comes_with_the_api_that_has_it():
     machine = replace(CALM, slow_gathers={"layers.3": 3000})
-    remedies = only(found_on(machine, prefetch=1, door="wrapper"), "layers.3").remedies
+    remedies = only(found_on(machine, prefetch=1, api="fsdp1"), "layers.3").remedies
     assert str(remedies[0]) == (
-        'Gather 2 groups ahead: `sharding.prefetch = 2` with `sharding.door = "fully_shard"`'
+        'Gather 2 groups ahead: `sharding.prefetch = 2` with `sharding.api = "fsdp2"`'
     )
 
 
@@ -249,3 +250,33 @@ def test_a_run_that_becomes_slower_is_told(last: float, is_told: bool):
     assert ["The run becomes slower: 100 ms a step at first, 120 ms at the end"] * is_told == [
         finding.title for finding in findings
     ]
+
+
+def start_with(rank_bytes: tuple[int, ...]) -> Start:
+    record = metrics_records(3)[0]
+    start = parse_line(json.dumps({**record, "rank_bytes": rank_bytes}))
+    assert isinstance(start, Start)
+    return start
+
+
+def uneven(rank_bytes: tuple[int, ...], **settings: object) -> list[Finding]:
+    metrics = Metrics(starts=(start_with(rank_bytes),))
+    run = Run(name="made up", metrics=metrics, config={"sharding": settings})
+    return [each for each in diagnose(Analysis(run)) if each.kind == "uneven shards"]
+
+
+def test_uneven_shards_are_found_without_a_trace():
+    [finding] = uneven((300, 100, 100, 100), api="fsdp2")
+    assert finding.title == "Shards are uneven: the largest is 2 times the mean"
+    assert "rank 0 holds 300 B, the mean is 150 B" in finding.text
+    assert '`sharding.api = "fsdp1"`' in finding.text
+    [flat] = uneven((300, 100, 300, 100), api="fsdp1")
+    assert "ranks 0, 2 hold" in flat.text and "fsdp1" not in flat.text
+    assert not uneven((105, 100, 100, 100)) and not uneven((300,)) and not uneven(())
+
+
+def test_a_trace_names_the_cause_of_uneven_shards():
+    run = run_on(replace(CALM, padding=0.5))
+    run = replace(run, metrics=Metrics(starts=(start_with((3, 1)),)))
+    kinds = [finding.kind for finding in diagnose(Analysis(run))]
+    assert "padding" in kinds and "uneven shards" not in kinds

@@ -18,7 +18,7 @@ from fullshard.programs.cli import build_app
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.run_files import Metrics, Run
 from fullshard.programs.report.units import count, duration, share, size
-from fullshard.programs.run_events import Step
+from fullshard.programs.run_events import Evaluation, Step
 from fullshard.report import write_report
 from fullshard.tracing.schema import Trace, parse_trace
 from tests.helpers.run_folders import (
@@ -33,6 +33,7 @@ from tests.helpers.run_folders import (
 
 go = pytest.importorskip("plotly.graph_objects")
 from fullshard.programs.report.chart import Chart, figure  # noqa: E402
+from fullshard.programs.report.glossary import explained  # noqa: E402
 from fullshard.programs.report.memory_chart import memory_chart  # noqa: E402
 from fullshard.programs.report.page import embedded, with_code  # noqa: E402
 from fullshard.programs.report.run_charts import MAX_POINTS, run_charts  # noqa: E402
@@ -246,7 +247,7 @@ def test_the_last_loss_is_told_even_if_it_is_no_number(tmp_path: Path):
     write_metrics(tmp_path, [start, *steps, {"kind": "evaluation", "step": 3, "loss": None}])
     page = write_report(tmp_path).read_text()
     note = "step 3; last finite 5.250 at step 2; held-out not finite at step 3"
-    assert f"<strong>not finite</strong><span>{note}</span>" in page
+    assert f"<strong>not finite</strong><span>{explained(note)}</span>" in page
     rows = re.findall(r"<tr>\s*<td>(.*?)</td>\s*<td>(.*?)</td>\s*<td[^>]*>(.*?)</td>", page)
     assert ("step 3", "training, last", "not finite") in rows
     assert ("step 3", "held-out", "not finite") in rows
@@ -288,3 +289,13 @@ def test_the_command_answers_with_one_message_and_code_2(tmp_path: Path):
     assert result.exit_code == 2
     assert result.output.startswith("Error: A report needs `metrics.jsonl`")
     assert result.output.count("\n") == 1
+
+
+def test_two_evaluations_are_no_trend():
+    def drawn(number: int) -> str:
+        evaluations = tuple(Evaluation(step=step, loss=2.0) for step in range(number))
+        [loss, *_] = run_charts(Metrics(evaluations=evaluations))
+        [held_out] = [trace for trace in loss.views[""].data if trace.name == "held-out"]
+        return str(held_out.mode)
+
+    assert drawn(2) == "markers" and drawn(3) == "lines+markers"

@@ -346,7 +346,7 @@ CAUSES: dict[str, tuple[Script | Training, Pairs]] = {
         ),
     ),
     "trainer, wrapper": (
-        Training(settings=('sharding.door="wrapper"', "train.accumulate=2"), speeds=SLOW_WIRE),
+        Training(settings=('sharding.api="fsdp1"', "train.accumulate=2"), speeds=SLOW_WIRE),
         pairs(first_gather="plan", gathers="larger batch"),
     ),
     "trainer, padding": (
@@ -358,7 +358,7 @@ CAUSES: dict[str, tuple[Script | Training, Pairs]] = {
         pairs(gathers="deeper prefetch"),
     ),
     "trainer, latency": (
-        Training(settings=(*DEEP, 'sharding.door="wrapper"'), speeds=LATENCY),
+        Training(settings=(*DEEP, 'sharding.api="fsdp1"'), speeds=LATENCY),
         pairs(small_groups="plan"),
     ),
     "trainer, kept": (

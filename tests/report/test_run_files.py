@@ -33,6 +33,14 @@ def test_a_whole_folder_is_read(tmp_path: Path):
     assert run.notes == ()
 
 
+def test_old_names_of_fields_are_read(tmp_path: Path):
+    folder = write_run(tmp_path / "demo", Machine())
+    config = (folder / "config.toml").read_text().replace('api = "fsdp2"', 'door = "wrapper"')
+    (folder / "config.toml").write_text(config)
+    assert read_run(folder).config["sharding"]["api"] == "fsdp1"
+    assert "door" not in read_run(folder).config["sharding"]
+
+
 @pytest.mark.parametrize("place", [".", "trace"])
 def test_traces_alone_are_enough(tmp_path: Path, place: str):
     write_traces(tmp_path / place, Machine())

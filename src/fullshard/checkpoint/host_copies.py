@@ -6,7 +6,9 @@ done: optimizers wait for them (`Snapshot.hold_back`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,9 +80,9 @@ class Snapshot:
                     copy.copy_(tensor)
 
     def _copy_from(self, device: torch.device, memory: HostMemory) -> None:
-        stream = torch.Stream(device=device)
+        stream = torch_border.new_stream(device, priority=0)
         # The copies are of what was computed so far.
-        stream.wait_stream(torch.accelerator.current_stream(device))
+        stream.wait_stream(torch_border.current_stream(device))
         with stream, torch.no_grad():
             for tensor, copy in zip(self._sources, self.copies, strict=True):
                 if tensor.device == device:
@@ -100,20 +102,40 @@ class Snapshot:
             self._let_device_wait()
             return
 
-        def wait() -> None:
-            handle.remove()
-            self._let_device_wait()
-
-        handle = optimizer.register_step_pre_hook(StepHook(wait))
+        _before_next_step(optimizer).append(self._let_device_wait)
         if ema is not None:
             ema.call_before_write(self._let_device_wait)
 
     def _let_device_wait(self) -> None:
         for device, event in self._events.items():
-            torch.accelerator.current_stream(device).wait_event(event)
+            torch_border.current_stream(device).wait_event(event)
 
     def wait(self) -> None:
         """Let the host wait until the copies are done."""
         for event in self._events.values():
             event.synchronize()
         self._sources.clear()
+
+
+_BEFORE_STEP: weakref.WeakKeyDictionary[Optimizer, list[Callable[[], None]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What is called once before the next step of an optimizer."""
+
+
+def _before_next_step(optimizer: Optimizer) -> list[Callable[[], None]]:
+    """Return the list of what is called once before the optimizer's next step.
+
+    Its hook stays. A hook that removes itself breaks the step if there is another one behind it, since torch walks
+    through the hooks.
+    """
+    calls = _BEFORE_STEP.get(optimizer)
+    if calls is None:
+        calls = _BEFORE_STEP[optimizer] = []
+        optimizer.register_step_pre_hook(StepHook(partial(_call_once, calls)))
+    return calls
+
+
+def _call_once(calls: list[Callable[[], None]]) -> None:
+    while calls:
+        calls.pop()()

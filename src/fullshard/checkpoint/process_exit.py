@@ -19,6 +19,7 @@ from multiprocessing.util import Finalize
 from typing import ClassVar
 
 from fullshard import torch_border
+from fullshard.comm.watchdog.child_error import error_of_child
 
 
 class _ExitState:
@@ -78,11 +79,9 @@ def _main_thread_failed() -> bool:
     and goes on.
     """
     was_shown = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
-    return was_shown or _ExitState.child_failed
+    return was_shown or _ExitState.child_failed or error_of_child() is not None
 
 
 def _note_failure_of_child() -> None:
-    """Note an error that ends a process of `multiprocessing`: these do not store it in ``sys.last_value``."""
-    error = sys.exc_info()[1]
-    went_well = isinstance(error, SystemExit) and error.code in (None, 0)
-    _ExitState.child_failed = error is not None and not went_well
+    """Note an error while it is handled; Python 3.14 calls this too late for that."""
+    _ExitState.child_failed = error_of_child() is not None

@@ -111,8 +111,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 # --- removal -----------------------------------------------------------------------------------------------
 
 
-def remove_old_checkpoints(path: Path, manifest: Manifest, keep: int) -> None:
+def remove_old_checkpoints(path: Path, manifest: Manifest, keep: int) -> tuple[Path, ...]:
     """Remove the run's checkpoints beside the one just written to ``path``, except the newest ``keep``, of which it is one.
+
+    Returns those that were removed, the oldest first.
 
     Leftovers of dead writers are removed, too. A checkpoint that cannot be removed stays, with a warning. If an error
     hides a checkpoint, all stay: it may be one by which another run shows that it is alive.
@@ -126,13 +128,16 @@ def remove_old_checkpoints(path: Path, manifest: Manifest, keep: int) -> None:
             f"{'; '.join(reasons) or found.unlisted}",
             stacklevel=2,
         )
-        return
+        return ()
+    removed = []
     for each in _old_checkpoints(path, manifest, keep, found):
         try:
             remove(each, found.complete[each], now)
+            removed.append(each)
         except (OSError, CheckpointError) as error:
             warnings.warn(f"An old checkpoint cannot be removed, and stays: {error}", stacklevel=2)
     remove_all_leftovers(folder, now)
+    return tuple(removed)
 
 
 def _old_checkpoints(path: Path, manifest: Manifest, keep: int, found: Survey) -> list[Path]:

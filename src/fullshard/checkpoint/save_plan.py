@@ -60,6 +60,8 @@ class Saved:
     nbytes: int
     """Bytes that all ranks wrote."""
     seconds: float
+    removed: tuple[Path, ...] = ()
+    """Older checkpoints that were removed for it (``keep_last``)."""
 
     def __str__(self) -> str:
         return f"saved {speed(self.nbytes, self.seconds)} to {self.path}"
@@ -269,7 +271,9 @@ def write(rank_group: RankGroup, plan: Plan, on_progress: OnProgress | None = No
         # All data are read back if older data will be removed afterwards.
         thorough = replaces or plan.run is not None
         rank_group.on_each(lambda: _read_back(rank_group, folder.parent, manifest, thorough))
-        rank_group.on_first(lambda: None if save is None else _publish(save, plan, manifest))
+        removed = rank_group.on_first(
+            lambda: () if save is None else _publish(save, plan, manifest)
+        )
     except FullshardError as error:  # the same on all ranks
         try:
             rank_group.on_first(lambda: None if save is None else save.abandon())
@@ -281,7 +285,7 @@ def write(rank_group: RankGroup, plan: Plan, on_progress: OnProgress | None = No
             save.abandon()
         raise
     nbytes = sum(record.nbytes for record in manifest.files.values())
-    saved = Saved(folder.parent, nbytes, time.perf_counter() - plan.began)
+    saved = Saved(folder.parent, nbytes, time.perf_counter() - plan.began, removed)
     if rank_group.is_first:
         log.info("%s", saved)
     return saved
@@ -351,13 +355,14 @@ def _read_back(rank_group: RankGroup, path: Path, manifest: Manifest, thorough: 
         )
 
 
-def _publish(save: UnfinishedSave, plan: Plan, manifest: Manifest) -> None:
+def _publish(save: UnfinishedSave, plan: Plan, manifest: Manifest) -> tuple[Path, ...]:
+    """Publish a checkpoint, and return the older ones that were removed for it."""
     run = plan.run
     beside = publication.survey(save.path.parent, with_files=False)
     record = None if run is None else run.record_for(save.path, beside)
     manifest = publication.stamped(replace(manifest, run=record), beside)
     if run is None or plan.keep_last is None:
         publication.publish(save, manifest)
-        return
+        return ()
     run.keep_locked(publication.publish(save, manifest, keep_lock=True))
-    remove_old_checkpoints(save.path, manifest, plan.keep_last)
+    return remove_old_checkpoints(save.path, manifest, plan.keep_last)

@@ -203,7 +203,7 @@ class SymmetricPool:
         self._free: dict[tuple[torch.device, int], list[Tensor]] = {}
         """By device and stream, free blocks of bytes."""
         self._lent: dict[int, tuple[tuple[torch.device, int], Tensor]] = {}
-        """By address, blocks in use, each with its device and stream."""
+        """By the identity of their storage, blocks in use, each with its device and stream."""
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """Return bytes for the current stream: of the smallest free block that is large enough, else of a new one."""
@@ -214,12 +214,12 @@ class SymmetricPool:
             block = free.pop(min(fitting, key=lambda index: free[index].numel()))
         else:
             block = self._new_block(max(nbytes, 1), device)
-        self._lent[block.data_ptr()] = key, block
+        self._lent[torch_border.storage_id(block)] = key, block
         return block.narrow(0, 0, nbytes)
 
     def give(self, tensor: Tensor) -> None:
         """Take back what `take` returned, or any view of it."""
-        key, block = self._lent.pop(tensor.untyped_storage().data_ptr())
+        key, block = self._lent.pop(torch_border.storage_id(tensor))
         self._free[key].append(block)
 
     def _new_block(self, nbytes: int, device: torch.device) -> Tensor:

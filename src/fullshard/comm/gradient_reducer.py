@@ -484,6 +484,10 @@ class GradientReducer:
         if self._buffer is not None and self._buffer.allocated:
             recorder.note_reducing(self._buffer, self._buffer.nbytes)
 
+    def reduce_buffers(self) -> list[ReduceBuffer]:
+        """Return the buffers that reductions read, with memory or without."""
+        return [buffer for buffer in (self._open, self._buffer) if buffer is not None]
+
     def traffic(self) -> ReduceTraffic:
         """Return what a reduction sends, on any device and before there is one.
 

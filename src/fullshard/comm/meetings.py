@@ -41,7 +41,7 @@ from fullshard.comm.journal import (
     journal_of,
 )
 from fullshard.comm.verdict import SLICE_S, VERDICT
-from fullshard.errors import ConfigurationError, DivergenceError, FullshardError, ranks_text
+from fullshard.errors import DivergenceError, FullshardError, ranks_text
 
 _SLICE = timedelta(seconds=SLICE_S * 5)
 _STEP = 0x9E3779B97F4A7C15
@@ -65,21 +65,6 @@ class Rules:
 
 
 RULES = Rules()
-
-
-def debug(*what: str) -> None:
-    """Turn checks on that cost time; without arguments, turn them off. Call it on all ranks.
-
-    Args:
-        *what: ``"order"``: before every collective, on every backend, the ranks check that they call the same one.
-
-    Raises:
-        ConfigurationError: there is no such check.
-    """
-    unknown = sorted(set(what) - {"order"})
-    if unknown:
-        raise ConfigurationError(f"fullshard.debug knows 'order' only; it was given {unknown}.")
-    RULES.every_collective = "order" in what
 
 
 # --- meeting ----------------------------------------------------------------------------------------

@@ -234,8 +234,9 @@ class ReduceScatterState:
             or group.context.host_reads_results
         )
         """Whether something long may follow the reduce-scatter, for which the input must not wait: an all-reduce, a user's
-        hook, a copy to the host. Its end has an event of its own then. Every event costs the host time. Hooks of parameters
-        do not count: what they issue has the time of the next group's backward."""
+        hook, a copy to the host. Hooks of parameters do not count: what they issue has the time of the next group's backward."""
+        self._marks_end = self._is_followed and not self._ends_with_the_next
+        """Whether that has an event of its own. Every event costs the host time."""
         self._buffer = buffer
         self._copy_in: Callable[[], None] | None = None
         """Holds the gradients, if the reduce-scatter stream copies them: [Note: gradients copied beside]."""
@@ -250,6 +251,16 @@ class ReduceScatterState:
         self._accumulated = False
         self._span: CollectiveSpan | None = None
         """The span of the reduce-scatter, if a trace is recorded."""
+
+    @property
+    def _ends_with_the_next(self) -> bool:
+        """Whether only a copy to the host follows.
+
+        It is on the reduce-scatter stream, before the next reduction, whose input is waited for before this one is finished.
+        Behind the last one the host waits for all streams (`FSDPCommContext.join`).
+        """
+        replicated = self._mesh_info.replicate_process_group is not None
+        return not replicated and self._settings.hook is None
 
     # --- prepare, on the compute stream -----------------------------------------------------------
 
@@ -353,21 +364,22 @@ class ReduceScatterState:
             finally:
                 events.input_read.record()
             if context.asynchronous and self._is_followed and not replicated:
-                self._accumulate_until(events.done)
+                self._accumulate_to_end()
         if context.asynchronous and replicated:
             # The all-reduce has a stream of its own, so that the next group's reduce-scatter does not queue
             # behind it. The reduce-scatter's last write is before `input_read`, too.
             with context.all_reduce:
                 events.input_read.wait()
-                self._accumulate_until(events.done)
+                self._accumulate_to_end()
         self._issued = True
 
-    def _accumulate_until(self, done: Event) -> None:
+    def _accumulate_to_end(self) -> None:
         """Accumulate, and mark the end; after an exception, too, as some of it may be in the stream."""
         try:
             self._accumulate()
         finally:
-            done.record()
+            if self._marks_end:
+                self._events.done.record()
 
     def _accumulate(self) -> None:
         """Finish the arithmetic and give every sharded parameter its gradient.
@@ -474,7 +486,7 @@ class ReduceScatterState:
         """See `InFlight`."""
         if accumulate and self._issued and not self._accumulated:
             self._accumulate()
-        if self._is_followed:
+        if self._marks_end:
             if self._span is None or self._mesh_info.replicate_process_group is None:
                 self._events.done.wait()
             else:

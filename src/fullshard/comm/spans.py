@@ -474,6 +474,7 @@ def _call_when_done(work: Work, callback: Callable[[object], None]) -> bool:
 
 def _clock_of(device: torch.device) -> HostClock:
     virtual = torch_border.the_virtual_device()
-    if virtual is not None and device.type == "meta":
-        return cast(HostClock, virtual.new_clock())
+    clock = virtual.new_clock() if virtual is not None and device.type == "meta" else None
+    if clock is not None:
+        return cast(HostClock, clock)
     return HostClock() if device.type == "cpu" else StreamClock(device)

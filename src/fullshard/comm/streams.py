@@ -103,9 +103,9 @@ class FSDPCommContext:
 
         # Compute waits for gathers and for the inputs of reductions, so their kernels go before its own.
         # It waits for all-reduces at the end of backward only.
-        self.all_gather = self._stream(priority=-1)
-        self.reduce_scatter = self._stream(priority=-1)
-        self.all_reduce = self._stream(priority=0)
+        self.all_gather = self._stream("all-gather", priority=-1)
+        self.reduce_scatter = self._stream("reduce-scatter", priority=-1)
+        self.all_reduce = self._stream("all-reduce", priority=0)
         self.recorder: TraceRecorder | None = None
         """The recorder of a trace; usually none."""
         self.host_reads_results = False
@@ -135,10 +135,10 @@ class FSDPCommContext:
         self._written = self.new_event()
         """On the current stream: the shards are written, as far as gathers have to wait for it."""
 
-    def _stream(self, *, priority: int) -> Any:
+    def _stream(self, name: str, *, priority: int) -> Any:
         if not self.asynchronous:
             return _HOST_STREAM
-        return torch_border.new_stream(self.device, priority=priority)
+        return torch_border.new_stream(self.device, priority=priority, name=name)
 
     def new_event(self) -> Event:
         """Return an event that may be recorded and waited for any number of times."""

@@ -138,8 +138,12 @@ class BackwardPasses:
             recorder.backward_begins(state, call.begin)
 
     def pre_backward_of_backward(self, state: FSDPState, call: Call[FSDPState]) -> None:
-        """A pass is about to execute what an earlier one has added to the graph for ``call``."""
-        assert self._graphs is not None, "an earlier pass has added to the graph"
+        """A pass is about to execute what an earlier one has added to the graph for ``call``.
+
+        That may have been a pass of the module alone, before a root around it took its state over.
+        """
+        if self._graphs is None:
+            self._graphs = BackwardGraphs()
         self._graphs.reach(call)
         self.pre_backward(state, call)
 

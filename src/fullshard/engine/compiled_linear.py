@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fullshard import torch_border
+
 
 class Receiver(Protocol):
     """Where the gradient of a weight goes: `fused_linear.FusedWeight`."""
@@ -52,7 +54,7 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor) 
         and input.requires_grad
         and input.dtype == weight.dtype
         and not weight.is_complex()
-        and not torch.is_autocast_enabled(input.device.type)
+        and not torch_border.is_autocast_on(input.device.type)
     ):
         output: Tensor = torch.ops.fullshard.linear(input, weight, bias, ticket)
         return output

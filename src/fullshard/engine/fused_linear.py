@@ -112,7 +112,7 @@ class FusedWeight:
             and not torch_border.tensor_hooks(weight)
             # Ours, which notes arrivals, and no other.
             and len(torch_border.post_accumulate_grad_hooks(weight) or ()) <= 1
-            and not torch.is_autocast_enabled(input.device.type)
+            and not torch_border.is_autocast_on(input.device.type)
             and torch_border.innermost_transform() is None
             and torch_border.forward_ad_level() < 0
         )

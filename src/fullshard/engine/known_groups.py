@@ -47,7 +47,11 @@ def groups_of(params: Iterable[Tensor]) -> list[FSDPParamGroup]:
     return list(dict.fromkeys(group for group in found if group is not None))
 
 
+def living_groups() -> list[FSDPParamGroup]:
+    """Return all groups of this process."""
+    return [group for reference in _ALIVE.valuerefs() if (group := reference()) is not None]
+
+
 def unsharded_groups() -> list[FSDPParamGroup]:
     """Return all groups of this process whose unsharded parameters are on the modules; between steps usually none."""
-    alive = (reference() for reference in _ALIVE.valuerefs())
-    return [group for group in alive if group and group.sharded_state is ShardedState.UNSHARDED]
+    return [each for each in living_groups() if each.sharded_state is ShardedState.UNSHARDED]

@@ -47,6 +47,8 @@ def lazy_init(state: FSDPState) -> Runtime:
         for group in found.groups:
             for sharded_param in group.sharded_params:
                 sharded_param.set_name(paths)
+            for param in group.params:
+                param.set_path(paths)
             # Not one the user has unsharded before, or has summoned.
             if group.expects_sharded_params:
                 group.repack()

@@ -239,11 +239,7 @@ def _section(group: FSDPParamGroup, name: str, mesh: str, param_names: Sequence[
 
 def full_name(param: FSDPParam, paths: Mapping[nn.Module, str]) -> str:
     """Return the name of a parameter in the model whose modules have these ``paths``."""
-    owner = param.owners[0]
-    path = paths.get(owner.module)
-    if path is None:  # the module has been taken out of the model
-        return param.name
-    return f"{path}.{owner.name}" if path else owner.name
+    return param.owners[0].path_in(paths) or param.name
 
 
 @functools.cache

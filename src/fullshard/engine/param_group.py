@@ -518,10 +518,10 @@ class FSDPParamGroup:
 
     def _keep_writes(self, writes: UnshardedWrites) -> None:
         """Let the shards be what users have made of the unsharded parameters: [Note: writes in forward]."""
+        # The next gather waits for the release of this memory, which is marked behind these writes.
         self.shards.take_over(writes.take())
         if self._guard is not None:
             self._guard.take_versions()
-        self.context.gathers_wait_for()
 
     def reshard(self) -> None:
         """Put the sharded parameters back on their modules and give all memory for gathering back, unless it is kept.

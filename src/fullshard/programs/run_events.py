@@ -43,6 +43,9 @@ class Start:
     """Bytes of all parameters."""
     rank_bytes: tuple[int, ...]
     """Bytes of the parameters that each rank holds between steps."""
+    baseline_bytes: int = 0
+    """Resident memory of the first rank before it made the model, of Python, torch and the data; 0 on CUDA, where memory is
+    that of tensors."""
     tokens_per_step: int
     steps: int
     model: str
@@ -99,6 +102,10 @@ class Checkpoint:
     """Relative to the run's folder."""
     blocked_s: float
     """How long training waited for it."""
+    best: bool = False
+    """Whether it has the weights with the lowest held-out loss so far, for another use than to resume the run."""
+    removed: tuple[str, ...] = ()
+    """Older checkpoints that were removed for it, relative to the run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,12 +155,14 @@ class Stopped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """The end of a finished run, after its last step and everything that follows it."""
+    """The end of a finished run, after its last step, or an early one, and everything that follows it."""
 
     kind: ClassVar[str] = "end"
     step: int
     seconds: float
     """Of this process only."""
+    patience: int = 0
+    """Evaluations without a lower loss after which the run has ended before its last step; 0 if it has taken all."""
 
 
 Event = Start | Step | Evaluation | Checkpoint | BadStep | Stall | Samples | Stopped | End

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ class FSDPParam:
         param_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
+        """In its group's module."""
+        self._path = name
         self.owners = tuple(owners)
         self.placement = placement
         local = local_tensor(original)
@@ -99,8 +101,14 @@ class FSDPParam:
             unsharded = torch_border.parameter_of_class(self._class, unsharded)
             unsharded.__dict__.update(self._attributes)
         self.unsharded_param = unsharded
-        mark_unsharded(self.unsharded_param, self.name)
+        mark_unsharded(self.unsharded_param, self._path)
         self.watched = False
+
+    def set_path(self, paths: Mapping[nn.Module, str]) -> None:
+        """Let messages name it by its path in the model, whose modules have these paths."""
+        self._path = self.owners[0].path_in(paths) or self._path
+        if self.unsharded_param is not None:
+            mark_unsharded(self.unsharded_param, self._path)
 
     def set_trainable(self, trainable: bool) -> None:
         """Let the unsharded parameter follow the sharded one's `requires_grad`."""

@@ -54,6 +54,11 @@ class ParamModuleInfo:
         """Whether assigning the parameter has no side effect of the module's own (RNNs keep lists, say)."""
         return type(self.module).__setattr__ is nn.Module.__setattr__
 
+    def path_in(self, paths: Mapping[nn.Module, str]) -> str | None:
+        """Return the parameter's path in the model whose modules have these paths; None if its module has been taken out."""
+        path = paths.get(self.module)
+        return path if path is None else f"{path}.{self.name}" if path else self.name
+
     def current(self) -> Tensor | None:
         """The parameter now on the module."""
         table = torch_border.parameter_table(self.module)
@@ -105,10 +110,7 @@ class ShardedParam(ABC):
 
     def set_name(self, paths: Mapping[nn.Module, str]) -> None:
         """Take the path in the model, whose modules have these paths."""
-        owner = self.owners[0]
-        path = paths.get(owner.module)
-        if path is not None:  # otherwise the module has been taken out of the model
-            self.name = f"{path}.{owner.name}" if path else owner.name
+        self.name = self.owners[0].path_in(paths) or self.name
 
     @property
     @abstractmethod

@@ -15,6 +15,7 @@ from fullshard.torch_border.autograd import (
     dtypes_of as dtypes_of,
     hook_gradient as hook_gradient,
     inputs_of_backward as inputs_of_backward,
+    is_autocast_on as is_autocast_on,
     move_hooks as move_hooks,
     observe_backward as observe_backward,
     on_calling_thread as on_calling_thread,
@@ -67,6 +68,7 @@ from fullshard.torch_border.dtensors import (
     split_factor as split_factor,
     strided_shard as strided_shard,
 )
+from fullshard.torch_border.gpu_events import heard_gpu_events as heard_gpu_events
 from fullshard.torch_border.graphs import (
     keep_gpu_busy as keep_gpu_busy,
     mend_after_failed_capture as mend_after_failed_capture,
@@ -107,6 +109,7 @@ from fullshard.torch_border.operators import (
     leaves_in as leaves_in,
     memory_efficient_attention as memory_efficient_attention,
     signature_of as signature_of,
+    takes_itself_apart as takes_itself_apart,
     with_tensors as with_tensors,
     without_function_modes as without_function_modes,
 )

@@ -161,3 +161,8 @@ profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
 def profiler_range(label: str) -> contextlib.AbstractContextManager[Any]:
     """Return a labelled range for a running profiler; without one it costs next to nothing."""
     return torch.profiler.record_function(label) if profiler_enabled() else NO_RANGE
+
+
+def is_autocast_on(device_type: str) -> bool:
+    """Return whether autocast casts what operators of a device are given; torch has none for the meta device, and raises."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.library
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -93,6 +94,13 @@ class OperatorMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Return False: to ask the compiler takes seconds."""
         return False
+
+
+@functools.cache
+def takes_itself_apart(kind: type) -> bool:
+    """Return whether tensors of a class, such as DTensor, see operations themselves, and then compute with plain tensors."""
+    own: Any = getattr(kind, "__torch_dispatch__", None)
+    return own is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
 
 
 def leaves_in(tree: Any) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from fullshard.torch_border.virtual_devices import current_stream
+from fullshard.torch_border.virtual_devices import current_stream, the_virtual_device
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
@@ -87,14 +87,17 @@ def sparse_values(tensor: Tensor) -> Tensor:
 
 def pin(memory: Tensor) -> None:
     """Page-lock host memory for CUDA, which then copies to it without staging; no other device is known to need it."""
-    if memory.numel() and torch.cuda.is_available():
+    virtual = the_virtual_device()
+    if virtual is not None:
+        virtual.pin(memory)
+    elif memory.numel() and torch.cuda.is_available():
         error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         torch.cuda.check_error(int(error))
 
 
 def unpin(memory: Tensor) -> None:
     """Undo `pin`, before the memory is freed."""
-    if memory.numel() and torch.cuda.is_available():
+    if memory.numel() and the_virtual_device() is None and torch.cuda.is_available():
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -33,7 +32,7 @@ class VirtualDevice(Protocol):
     has_streams: bool
     """Whether work is issued now and done later; otherwise the host does it, as on the CPU."""
 
-    def new_stream(self, *, priority: int) -> Any:
+    def new_stream(self, *, priority: int, name: str) -> Any:
         """Return a stream like `torch.Stream`."""
 
     def new_event(self) -> Any:
@@ -43,13 +42,30 @@ class VirtualDevice(Protocol):
         """Return the stream to which operations go now."""
 
     def new_clock(self) -> Any:
-        """Return what a trace takes its times from: `comm.spans`."""
+        """Return what a trace takes its times from: `comm.spans`; None for the host's clock."""
 
     def allocated_bytes(self) -> int:
         """Return the bytes that tensors have now."""
 
+    def pin(self, memory: Tensor) -> None:
+        """Note that host memory is page-locked."""
+
     def note_kernel(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Note a kernel that passes over tensors once. Nothing is computed."""
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let a class or module have another attribute within the block."""
+    is_own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)  # its base class has it
 
 
 class _Active:
@@ -62,7 +78,7 @@ def virtual_device(device: VirtualDevice) -> Iterator[None]:
     assert _Active.device is None, "one at a time"
     _Active.device = device
     try:
-        with patch.object(_MeshEnv, "num_devices_per_host", staticmethod(_devices_per_host)):
+        with _replaced(_MeshEnv, "num_devices_per_host", staticmethod(_devices_per_host)):
             yield
     finally:
         _Active.device = None
@@ -97,11 +113,11 @@ def has_streams(device: torch.device) -> bool:
     return device.type != "cpu" if virtual is None else virtual.has_streams
 
 
-def new_stream(device: torch.device, *, priority: int) -> Any:
-    """Return a new stream of a device."""
+def new_stream(device: torch.device, *, priority: int, name: str = "other") -> Any:
+    """Return a new stream of a device; only a virtual device knows its name."""
     virtual = _virtual(device)
     if virtual is not None:
-        return virtual.new_stream(priority=priority)
+        return virtual.new_stream(priority=priority, name=name)
     kind = CUDAStream if device.type == "cuda" else torch.Stream
     return kind(device, priority=priority)
 
@@ -141,7 +157,7 @@ def watched_resizes(resized: Callable[[UntypedStorage], None]) -> Iterator[None]
         resized(storage)
         return storage
 
-    with patch.object(UntypedStorage, "resize_", watched):
+    with _replaced(UntypedStorage, "resize_", watched):
         yield
 
 
@@ -175,7 +191,7 @@ def _called_before(stack: ExitStack, owner: type, name: str, call: Callable[[], 
         call()
         return method(*args, **kwargs)
 
-    stack.enter_context(patch.object(owner, name, watched))
+    stack.enter_context(_replaced(owner, name, watched))
 
 
 @contextmanager
@@ -188,7 +204,7 @@ def watched_propagation(around: Callable[[], AbstractContextManager[None]]) -> I
         with around():
             return propagate(*args, **kwargs)
 
-    with patch.object(ShardingPropagator, name, watched):
+    with _replaced(ShardingPropagator, name, watched):
         yield
 
 
@@ -198,5 +214,5 @@ def fast_optimizers_on_meta() -> Iterator[None]:
     with ExitStack() as stack:
         for name in _SUPPORTED_DEVICES:
             found = [*getattr(optimizer, name)(), "meta"]
-            stack.enter_context(patch.object(optimizer, name, partial(list, found)))
+            stack.enter_context(_replaced(optimizer, name, partial(list, found)))
         yield

@@ -18,13 +18,23 @@ VIRTUAL_BACKEND = "virtual"
 class Carrier(Protocol):
     """What collectives are reported to."""
 
-    def carry(self, kind: str, messages: Sequence[Tensor], group: ProcessGroup) -> Any:
+    def carry(
+        self,
+        kind: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        group: ProcessGroup,
+        *,
+        is_asynchronous: bool,
+    ) -> Any:
         """Take note of a collective, and return a `Work`.
 
         Args:
-            kind: all_gather, reduce_scatter, all_reduce, all_to_all or broadcast.
-            messages: The whole: what a rank has after a gather, or before anything else.
+            kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, barrier, send or recv.
+            outputs: What it writes.
+            inputs: What it reads; the same as the outputs where it works in place.
             group: The ranks.
+            is_asynchronous: Whether the caller waits for the work.
         """
 
 
@@ -51,36 +61,51 @@ class VirtualGroup(ProcessGroup):
         return dist.distributed_c10d._world.pg_names[self]
 
 
-_COLLECTIVES = {
+_KINDS = {
     # torch 2.13 renamed some of them; 2.11 has only the older names.
-    "all_gather_single_coalesced": ("all_gather", 0),
-    "allgather_into_tensor_coalesced": ("all_gather", 0),
-    "all_gather_single": ("all_gather", 0),
-    "_allgather_base": ("all_gather", 0),
-    "allgather": ("all_gather", 0),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
+    "all_gather_single_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "_allgather_base": "all_gather",
+    "allgather": "all_gather",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "recv",
 }
-"""Methods of a process group: the kind of the collective, and which argument has the whole of it."""
+"""Methods of a process group, and the kind of their collectives."""
+_FROM_ONE_TO_ANOTHER = ("all_gather", "reduce_scatter", "all_to_all")
+"""Kinds whose first argument is what they write and whose second is what they read. The others work in place."""
 
 
-def _method(kind: str, place: int) -> Callable[..., Any]:
+def _method(kind: str) -> Callable[..., Any]:
     def carry(group: VirtualGroup, *args: Any, **_: Any) -> Any:
         assert group.carrier is not None, "the groups of a plan are gone when it ends"
-        return group.carrier.carry(kind, tree_leaves(args[place]), group)
+        first, second = ([*_tensors(each)] for each in (*args[:2], (), ())[:2])
+        outputs, inputs = (first, second) if kind in _FROM_ONE_TO_ANOTHER else (first, first)
+        if kind in ("send", "recv"):
+            outputs, inputs = ([], first) if kind == "send" else (first, [])
+        options = next((each for each in args if hasattr(each, "asyncOp")), None)
+        waits = options is not None and not options.asyncOp
+        return group.carrier.carry(kind, outputs, inputs, group, is_asynchronous=not waits)
 
     return carry
 
 
-for _name, (_kind, _place) in _COLLECTIVES.items():
-    setattr(VirtualGroup, _name, _method(_kind, _place))
+def _tensors(argument: Any) -> Iterator[Tensor]:
+    return (each for each in tree_leaves(argument) if isinstance(each, Tensor))
+
+
+for _name, _kind in _KINDS.items():
+    setattr(VirtualGroup, _name, _method(_kind))
 
 
 def _new_group(_: object, rank: int, world: int, timeout: timedelta) -> VirtualGroup:

@@ -20,7 +20,7 @@ LARGEST_FLOAT = 1e40
 def read_fields(kind: type, values: Mapping[str, Any], *, is_strict: bool) -> dict[str, Any]:
     """Return the fields of the dataclass ``kind`` as ``values`` has them, to make one of it.
 
-    A field that is missing or null has its default, or else reads as 0, NaN, "" or empty, by its type.
+    A field that is missing or null has its default, or else reads as false, 0, NaN, "" or empty, by its type.
 
     Args:
         kind: The dataclass. Its fields have the types of `_READERS`, or texts.
@@ -71,6 +71,12 @@ def _int(value: object) -> int:
     return int(number)
 
 
+def _bool(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("it has something else where true or false should be")
+    return value
+
+
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("it has something else where a text should be")
@@ -93,6 +99,7 @@ def _texts_by_name(value: object) -> dict[str, str]:
 
 
 _READERS: dict[Any, tuple[Any, Callable[[object], Any]]] = {
+    bool: (False, _bool),
     int: (0, _int),
     int | None: (None, _int),
     float: (math.nan, _float),

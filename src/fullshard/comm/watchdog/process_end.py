@@ -3,7 +3,8 @@
     an exception reaches the top     `sys.excepthook`, and the end of a process of `multiprocessing`
     ... of a thread                  `threading.excepthook`: the process may live on without the thread that trains
     ... of a lost connection         the verdict is raised from it, since the backend does not know why
-    the interpreter ends             `atexit`, which runs before torch tears anything down
+    the interpreter ends             `atexit`, which runs before torch tears anything down; from Python 3.14 on also at the
+                                     end of a process of `multiprocessing`, which has forgotten what its parent registered
     fork                             the child has no watchdog: threads do not survive a fork
 
 A process that ends before it has sharded a model has no watchdog, but others may wait for its model. So one function is
@@ -30,6 +31,7 @@ from fullshard.comm.backends import abort_all
 from fullshard.comm.journal import POSITION, Waiting
 from fullshard.comm.verdict import VERDICT
 from fullshard.comm.watchdog.answers import is_of_lost_connection
+from fullshard.comm.watchdog.child_error import error_of_child
 from fullshard.errors import FullshardError, exception_text
 from fullshard.storage import mixed_tensors
 
@@ -60,10 +62,10 @@ def at_end(ending: Ending, *, of_thread: ThreadEnding, forked: Callable[[], None
         os.register_at_fork(after_in_child=forked)
         sys.excepthook = _chained(sys.excepthook)
         threading.excepthook = _chained_in_threads(threading.excepthook)
-        atexit.register(_end, None)
+        atexit.register(_end_now)
     _Hooks.pid = os.getpid()
-    # A process of `multiprocessing` ends without `atexit`, and prints exceptions without the hook.
-    Finalize(None, _end_child, exitpriority=1)
+    # Until Python 3.13 a process of `multiprocessing` ends without `atexit`. It prints exceptions without the hook.
+    Finalize(None, _end_now, exitpriority=1)
 
 
 def at_unwatched_end(ending: Ending) -> None:
@@ -71,9 +73,16 @@ def at_unwatched_end(ending: Ending) -> None:
     _Hooks.unwatched = ending
     atexit.register(_end_unwatched)
     os.register_at_fork(after_in_child=_notice_fork)
-    register_after_fork(_Hooks, lambda _: Finalize(None, _end_child, exitpriority=1))
+    register_after_fork(_Hooks, _begin_child)
     if parent_process() is not None:
-        Finalize(None, _end_child, exitpriority=1)
+        Finalize(None, _end_now, exitpriority=1)
+
+
+def _begin_child(_: type[_Hooks]) -> None:
+    """Register again, in a forked process of `multiprocessing`, what it has forgotten."""
+    Finalize(None, _end_now, exitpriority=1)
+    atexit.unregister(_end_unwatched)  # until Python 3.13 it is still there
+    atexit.register(_end_unwatched)
 
 
 def _notice_fork() -> None:
@@ -99,13 +108,12 @@ def _end(error: BaseException | None) -> None:
 
 def _end_unwatched() -> None:
     # The interpreter has put the exception that ends it there. At a prompt, it is one that ended nothing.
-    _end(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
+    last = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    _end(error_of_child() or last)
 
 
-def _end_child() -> None:
-    error = sys.exc_info()[1]
-    is_well = isinstance(error, SystemExit) and error.code in (None, 0)
-    _end(None if is_well else error)
+def _end_now() -> None:
+    _end(error_of_child())
 
 
 def _explained(error: BaseException) -> BaseException:

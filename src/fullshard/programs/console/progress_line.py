@@ -5,7 +5,8 @@
     step 120/2000  loss 3.989  2,811 tokens/s  12:34 left
 
 Where there is no room the bar goes first, then the parts of the status, the last one first. What is done and the time that
-is left always stay. In a pipe or a log file a plain line appears about ten times in all.
+is left always stay. In a pipe or a log file a plain line appears for each tenth, and at least once a minute, or as often as
+the caller says.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from rich.table import Table
 from rich.text import Text
 
 PLAIN_LINES = 10
+"""Lines in a pipe or a log file, if nothing else is said and all takes less than ten minutes."""
+
+LONGEST_SILENCE_S = 60.0
+"""Seconds after which there is another line, whatever is done by then."""
 
 BAR_WIDTH = 20
 SHORTEST_BAR = 8
@@ -147,31 +152,56 @@ class LiveLine:
 class PlainLine:
     """A line now and then, for a pipe or a log file."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(
+        self,
+        console: Console,
+        every: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Write to a console.
+
+        Args:
+            console: A pipe or a file.
+            every: Amount between two lines; None for a tenth of all.
+            clock: Tells the seconds.
+        """
         self._console = console
+        self._every = every
+        self._clock = clock
         self._total = 0
         self._parts_shown = -1
+        self._shown_at = clock()
+        self._time_left = TimeLeft(0, clock)
 
     def begin(self, total: int, done: int, description: str, status: Sequence[str]) -> None:
         """Remember the total; show nothing yet."""
         self._total = total
         self._parts_shown = -1
+        self._time_left = TimeLeft(total, self._clock)
 
     def show(self, done: int, description: str, status: Sequence[str]) -> None:
-        """Write a line at the first call, and whenever another tenth is done."""
-        parts = done * PLAIN_LINES // self._total if self._total else PLAIN_LINES
-        if parts > self._parts_shown:
-            self._parts_shown = parts
-            self._console.print(GAP.join([description, *status]), soft_wrap=True)
+        """Write a line at the first and the last call, after every part, and after a minute without a line."""
+        self._time_left.add(done)
+        parts = self._parts(done)
+        silent_s = self._clock() - self._shown_at
+        if parts > self._parts_shown or done == self._total or silent_s >= LONGEST_SILENCE_S:
+            self._parts_shown, self._shown_at = parts, self._clock()
+            time_left = [text for text in [self._time_left.text()] if text and done < self._total]
+            self._console.print(GAP.join([description, *status, *time_left]), soft_wrap=True)
+
+    def _parts(self, done: int) -> int:
+        if self._every is not None:
+            return done // self._every
+        return done * PLAIN_LINES // self._total if self._total else PLAIN_LINES
 
     def close(self) -> None:
         """Do nothing: there is no line to remove."""
 
 
 @contextmanager
-def showing_line(console: Console) -> Iterator[ProgressLine]:
-    """Yield a progress line for a terminal or for plain output, and restore the terminal afterwards."""
-    line = LiveLine(console) if console.is_terminal else PlainLine(console)
+def showing_line(console: Console, every: int | None = None) -> Iterator[ProgressLine]:
+    """Yield a progress line for a terminal or for plain output (``every`` as there), and restore the terminal afterwards."""
+    line = LiveLine(console) if console.is_terminal else PlainLine(console, every)
     try:
         yield line
     finally:

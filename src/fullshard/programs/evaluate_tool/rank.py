@@ -71,13 +71,13 @@ def evaluate(config: RunConfig, checkpoint: Path | None, device: torch.device) -
         rows=config.train.batch // dist.get_world_size(),
         device=device,
     )
-    windows = len(spread_evenly(config.evaluation.windows, len(data.held_out)))
+    windows = spread_evenly(config.evaluation.windows, len(data.held_out))
     return HeldOutResult(
         checkpoint=path,
         step=state.step,
         loss=loss,
-        windows=windows,
-        tokens=windows * config.data.context,
+        windows=len(windows),
+        tokens=data.held_out.num_targets(windows),
         ema=config.evaluation.ema,
         note=note,
     )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.programs.inspect_tool.without_values import without_values
+from fullshard.virtual.without_values import without_values
 
 
 def kept_bytes(

@@ -41,8 +41,8 @@ def inspect(
         str,
         typer.Argument(
             show_default=False,
-            help=f"A size ({', '.join(get_args(Size))}), a Hugging Face folder, a run or its TOML file, or module:function, a "
-            "callable that returns a model.",
+            help=f"A published model (llama3-8b, gpt2, ...), a size ({', '.join(get_args(Size))}), a Hugging Face folder, a run or its "
+            "TOML file, or module:function, a callable that returns a model.",
         ),
     ],
     world: Annotated[

@@ -24,7 +24,7 @@ from fullshard.programs.train.config import OptimizerSection, RunConfig
 from fullshard.programs.train.evaluation import window_losses
 from fullshard.programs.train.model_source import ModelSource, open_model
 from fullshard.programs.train.sharded_model import (
-    freeze_others,
+    configured,
     make_mesh,
     precision_policy,
     shard,
@@ -165,18 +165,15 @@ def measure(
 
 
 def _built(config: RunConfig, source: InspectedModel) -> nn.Module:
-    """Return the model on the meta device, with parameters frozen as the run says."""
-    model = source.build()
-    if config.model.trainable is not None:
-        freeze_others(model, config.model.trainable)
-    return model
+    """Return the model on the meta device, as the run trains it."""
+    return configured(source.build(), config.model)
 
 
 def _sharded(config: RunConfig, source: InspectedModel, model: nn.Module) -> nn.Module:
     """Return the model as the run shards it, on the meta device."""
     mesh, device = make_mesh(config.sharding.replicas, torch.device("cpu")), torch.device("meta")
     blocks = source.blocks(model) if config.sharding.groups == "blocks" else []
-    if config.sharding.door == "wrapper":
+    if config.sharding.api == "fsdp1":
         return wrap(model, blocks, mesh, device, config)
     return shard(model, blocks, mesh, device, config, materialise)
 

@@ -34,7 +34,7 @@ def print_plan(console: Console, plan: ShardedPlan) -> None:
         rows.append(("all-reductions, sent", size_text(traffic.all_reductions)))
     if traffic.updates:
         rows.append(("updates of other replicas, received", size_text(traffic.updates)))
-    print_table(console, ["wire, per rank and step", "bytes"], rows, num_texts=1)
+    print_table(console, ["between ranks, per rank and step", "bytes"], rows, num_texts=1)
     for note in _notes(plan):
         print_prose(console, f"\n{note}")
 
@@ -63,7 +63,7 @@ def _facts(plan: ShardedPlan) -> Iterator[tuple[str, str]]:
     else:
         yield "Ranks", ranks
     first = next((group for group in plan.groups if group.wire_dtype), plan.groups[0])
-    wire = f"gradients in {first.reduce_dtype}, on the wire in {first.wire_dtype}"
+    wire = f"gradients in {first.reduce_dtype}, sent in {first.wire_dtype}"
     trained = wire if first.wire_dtype else "nothing is trained"
     yield "Dtypes", f"at rest {first.param_dtype}, compute in {first.compute_dtype}, {trained}"
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from fullshard.errors import size_text
+from fullshard.programs.console.tables import counted
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.playback import Idle
 from fullshard.programs.plan_tool.program import MemoryKind, Phase
-from fullshard.programs.plan_tool.validation import Band, Bands
+from fullshard.programs.plan_tool.run_cost import DEFAULT_TOKENS, RunCost, run_cost
+from fullshard.programs.plan_tool.validation import PLUS_MINUS, Band, Bands
 
 LIMITED_FROM = 0.1
 """Waits below this share of a step are not what limits it."""
@@ -54,6 +57,32 @@ PHASES: dict[Phase, str] = {
     "optimizer": "in the optimizer's step",
     "between": "between steps",
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class About:
+    """What is known about a plan beside its step."""
+
+    description: str
+    """Of the model."""
+    parameters: int
+    """Of the whole model."""
+    chosen: str | None = None
+    """What the plan chose where nothing was asked for."""
+    tokens: int | None = None
+    """Of the whole run; None if that is not known."""
+    price: float | None = None
+    """Of a GPU for an hour."""
+
+    def cost_of(self, planned: PlannedStep) -> RunCost:
+        """Return what the run takes; for a billion tokens if its length is not known."""
+        return run_cost(
+            self.tokens or DEFAULT_TOKENS,
+            tokens_of_step=planned.tokens * planned.world,
+            seconds=planned.seconds,
+            gpus=planned.world,
+            price=self.price,
+        )
 
 
 def seconds_text(seconds: float) -> str:
@@ -107,6 +136,26 @@ def host_text(planned: PlannedStep) -> str:
         f"Shards, gradients and optimizer state take {size_text(planned.host_bytes)} of the {size_text(machine.host_memory_bytes)} "
         f"of a host: {ranks} x {size_text(planned.memory.host_allocated)}."
     )
+
+
+def sharding_text(planned: PlannedStep) -> str:
+    """Return how the model is spread."""
+    sharding = planned.config.sharding
+    ranks = planned.world // sharding.replicas
+    text = f"over {counted(ranks, 'GPU')}" if planned.world > 1 else "none, as there is one GPU"
+    if sharding.replicas > 1:
+        text = f"{counted(sharding.replicas, 'replica')} of {counted(ranks, 'GPU')} (HSDP)"
+    again = "" if sharding.reshard_after_forward else ", not resharded after forward"
+    where = ", shards in host memory" if sharding.offload else ""
+    return f"{text}, groups of {sharding.groups}{again}{where}"
+
+
+def batch_text(planned: PlannedStep) -> str:
+    """Return what a step is of."""
+    train, context = planned.config.train, planned.config.data.context
+    rows = train.batch // planned.world // train.accumulate
+    micro = f"{train.accumulate} x " if train.accumulate > 1 else ""
+    return f"{counted(train.batch, 'window')} of {context:,} tokens; {micro}{rows} per GPU"
 
 
 def host_rows(planned: PlannedStep) -> list[tuple[str, int]]:
@@ -174,8 +223,13 @@ def validation_text(planned: PlannedStep, bands: Bands) -> str | None:
         f"Not validated: no plan of {planned.machine.title} with a model of about this size and this many GPUs was compared with a "
         f"measured run in {' and '.join(missing)}."
     )
+    if planned.has_experts:
+        text += " No run with experts was measured at all: tokens are planned as if all experts got equally many."
     if bands["reserved"].basis == "others" and bands["reserved"].relative is not None:
+        text += " The errors of memory are those of other measured steps."
+    if bands["time"].basis == "host":
         text += (
-            " The errors of memory are those of measured steps on another GPU, or of another size."
+            f" It waits for the host, whose times in shipped profiles are from an earlier engine, so the plan may be up to "
+            f"{bands['time'].percent.removeprefix(PLUS_MINUS)} too slow: measure this machine with fullshard plan calibrate."
         )
     return text

@@ -39,6 +39,7 @@ from fullshard.programs.plan_tool.measurements import (
 )
 from fullshard.programs.plan_tool.profile_file import known_profiles, load_profile
 from fullshard.programs.plan_tool.program import Collective
+from fullshard.programs.plan_tool.validation import MEASURED_HERE
 from fullshard.tracing.schema import Kind, Trace
 
 Report = Callable[[str], None]
@@ -193,7 +194,7 @@ class _Fit:
         }
         self.machine = replace(
             start,
-            name="calibrated",
+            name=MEASURED_HERE,
             title=f"{start.title}, as measured",
             aliases=(),
             sources=untouched,

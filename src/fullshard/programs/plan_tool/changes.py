@@ -1,6 +1,7 @@
-"""Changes of a configuration that do not change what is learned: how it is sharded, recomputed and accumulated.
+"""Changes of a configuration: how it is sharded, recomputed, accumulated and compiled.
 
-A change is written as `--set` takes it. `compute.wire` is the exception: gradients are rounded on the wire.
+A change is written as `--set` takes it. Most do not change what is learned. Those in `TRAINS_OTHERWISE` do: a larger batch, the
+optimizer with state in 8 bits, weights and their state in bfloat16. With `compute.wire` gradients are rounded on the wire.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from fullshard.programs.plan_tool.machine import Machine
-from fullshard.programs.plan_tool.question import Question
+from fullshard.programs.plan_tool.question import BATCH as BATCH, RECOMPUTE as RECOMPUTE, Question
 from fullshard.programs.train.config import Grouping, Recomputation, RunConfig
 from fullshard.programs.train.config_file import toml_value
 
@@ -20,11 +21,21 @@ MAX_REPLICA_SIZES = 3
 REPLICAS = "sharding.replicas"
 DIVIDED_STATE = "optimizer.shard_over_replicas"
 RESHARD = "sharding.reshard_after_forward"
-RECOMPUTE = "compute.checkpoint_activations"
 ACCUMULATE = "train.accumulate"
 GROUPS = "sharding.groups"
 WIRE = "compute.wire"
 OFFLOAD = "sharding.offload"
+COMPILE = "compute.compile"
+FUSE = "compute.fuse_gradients"
+OPTIMIZER = "optimizer.name"
+
+WEIGHTS = "model.dtype"
+
+TRAINS_OTHERWISE = {BATCH, OPTIMIZER, WEIGHTS}
+"""Fields whose values change what is learned."""
+
+LARGER = (2, 4)
+"""How many times as many windows are tried."""
 
 SENDING = ("muon", "adamw8bit")
 """Optimizers that send tensors, which with offload are in host memory: such a step has no plan."""
@@ -50,6 +61,11 @@ class Change:
     def settings(self) -> str:
         """Its values as `--set` takes them."""
         return ", ".join(f"{name}={_shown(value)}" for name, value in self.values)
+
+    @property
+    def trains_otherwise(self) -> bool:
+        """Whether it changes what is learned."""
+        return any(name in TRAINS_OTHERWISE for name, _ in self.values)
 
     def of(self, config: RunConfig) -> RunConfig:
         """Return the changed configuration."""
@@ -98,6 +114,14 @@ def single_changes(question: Question) -> list[Change]:
         found.append(Change(((WIRE, "bf16"),)))
     if config.sharding.offload:
         found.append(Change(((OFFLOAD, False),)))
+    if config.compute.compile == "none" and not question.machine.host.is_synchronous:
+        found.append(Change(((COMPILE, "blocks"),)))
+    if not (config.compute.fuses_gradients("cuda") or question.machine.host.is_synchronous):
+        found.append(Change(((FUSE, True),)))
+    if config.optimizer.name in ("adam", "adamw"):
+        found.append(Change(((OPTIMIZER, "adamw8bit"),), saves_memory=True))
+    if config.model.dtype == "fp32" and config.compute.precision == "bf16":
+        found.append(Change(((WEIGHTS, "bf16"),), saves_memory=True))
     return [change for change in found if is_possible(question, change)]
 
 
@@ -156,6 +180,20 @@ def offloads(question: Question) -> list[Change]:
         values.append((ACCUMULATE, rows))
         found.append(Change(tuple(values), saves_memory=True))
     return [change for change in found if is_possible(question, change)]
+
+
+def larger_batches(question: Question, change: Change | None) -> list[Change]:
+    """Return a change, or the question as it is, with more windows: in larger microbatches, in more of them, with less that is kept."""
+    values = {} if change is None else dict(change.values)
+    train = question.config.train if change is None else change.of(question.config).train
+    found: list[dict[str, Any]] = [{BATCH: train.batch * times} for times in LARGER]
+    most = found[-1]
+    found.append({**most, ACCUMULATE: train.accumulate * LARGER[-1]})
+    found.append({**most, RECOMPUTE: RECOMPUTED[-1]})
+    changes = [Change(tuple({**values, **each}.items())) for each in found]
+    # Some say the same: what is recomputed already, for one.
+    different = {repr(each.of(question.config)): each for each in reversed(changes)}
+    return [each for each in reversed(different.values()) if is_possible(question, each)]
 
 
 def accumulations(question: Question) -> list[Change]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -19,8 +21,9 @@ from fullshard.errors import ConfigurationError, FullshardError
 from fullshard.files import atomic_write
 from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe
 from fullshard.programs.console.progress_line import ProgressLine, showing_line
-from fullshard.programs.console.tables import print_error, print_line
+from fullshard.programs.console.tables import print_error, print_line, print_prose
 from fullshard.programs.given_path import given_path
+from fullshard.programs.named_models.published import name_of
 from fullshard.programs.plan_tool import options
 from fullshard.programs.plan_tool.question import (
     Question,
@@ -28,14 +31,17 @@ from fullshard.programs.plan_tool.question import (
     read_machine,
     read_question,
 )
+from fullshard.programs.plan_tool.run_cost import read_tokens
 from fullshard.programs.report import check_libraries
 from fullshard.programs.version_option import Version
 
 if TYPE_CHECKING:
+    from fullshard.programs.plan_tool.answers import About
     from fullshard.programs.plan_tool.machine import Machine
     from fullshard.programs.plan_tool.planned_step import PlannedStep
-    from fullshard.programs.plan_tool.scaling import ScalePoint
     from fullshard.programs.plan_tool.search import Search, Told
+    from fullshard.programs.train.config import RunConfig
+    from fullshard.programs.train.model_source import ModelSource
 
 CALIBRATE = "calibrate"
 STEP = "step"
@@ -75,6 +81,8 @@ def plan(
     seq: options.Seq = None,
     compiled: options.Compiled = False,
     settings: options.Settings = None,
+    tokens: options.Tokens = None,
+    price: options.Price = None,
     explain: options.Explain = False,
     searches: options.Searches = True,
     toml: options.Toml = None,
@@ -96,10 +104,18 @@ def plan(
     try:
         machine = read_machine(gpu, profile, network)
         question = read_question(model, gpus, machine, [*(settings or ()), *given])
+        length = RunLength(None if tokens is None else read_tokens(tokens), price)
         check_outputs([each for each in (toml, html) if each is not None])
         if html is not None:
             check_libraries("A page")
-        _answer(console, question, searches=searches or html is not None, toml=toml, html=html)
+        _answer(
+            console,
+            question,
+            length,
+            searches=searches or html is not None,
+            toml=toml,
+            html=html,
+        )
         if explain:
             from fullshard.programs.plan_tool.output import print_assumptions
 
@@ -109,63 +125,122 @@ def plan(
         raise typer.Exit(2) from None
 
 
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """What is asked about the whole run."""
+
+    tokens: int | None
+    """None if that was not said."""
+    price: float | None
+    """Of a GPU for an hour."""
+
+
 def _answer(
-    console: Console, question: Question, *, searches: bool, toml: Path | None, html: Path | None
+    console: Console,
+    question: Question,
+    length: RunLength,
+    *,
+    searches: bool,
+    toml: Path | None,
+    html: Path | None,
 ) -> None:
     """Plan the step that is asked for, look for better ones, and print all of it."""
-    from fullshard.programs.plan_tool.output import print_enough, print_planned, print_search
-    from fullshard.programs.plan_tool.parallel_plans import several_at_a_time
-    from fullshard.programs.plan_tool.planning import many_plans, parameters_of, planned
-    from fullshard.programs.plan_tool.scaling import enough_gpus, scaling
-    from fullshard.programs.plan_tool.search import search
+    from fullshard.programs.plan_tool.answers import About
+    from fullshard.programs.plan_tool.output import print_planned, print_verdict
+    from fullshard.programs.plan_tool.planned_step import parameters_of
+    from fullshard.programs.plan_tool.planning import many_plans
+    from fullshard.programs.plan_tool.starting_point import chosen_text, first_plan
     from fullshard.programs.train.config_file import to_short_toml
     from fullshard.programs.train.model_source import open_model
 
     source = open_model(question.config)
-    best, parameters = question.config, parameters_of(source)
+    parameters = parameters_of(source)
     with many_plans(), showing_line(Console(file=broken_pipe_safe(sys.stderr))) as line:
-        line.begin(1, 0, "plan", ["as given"])
-        step = planned(question, source)
+        line.begin(1, 0, "plan", ["the first step"])
+        question, step = first_plan(question, source, partial(_tell_estimate, console, line))
         line.close()
-        print_planned(console, step, source.description, parameters)
+        about = About(
+            description=source.description,
+            parameters=parameters,
+            chosen=chosen_text(question),
+            tokens=length.tokens or question.tokens_of_run,
+            price=length.price,
+        )
+        best = question.config
+        print_verdict(console, step, parameters)
+        if step.fits or not searches:
+            print_planned(console, step, about)
         if searches:
-            told = _progress(line)
-            with several_at_a_time(source) as planner:
-                found = search(
-                    question, source, step, try_all=html is not None, told=told, planner=planner
-                )
-                line.close()
-                print_search(console, step, found)
-                if not step.fits and not found.fits:
-                    print_enough(console, step, enough_gpus(question, step, planner))
-                if html is not None:
-                    curve = scaling(question, source, told, planner)
-                    line.close()
+            found = _search(console, line, First(question, source, step, about), html)
             best = found.best[0].step.config if found.best else best
-            if html is not None:
-                _write_page(html, step, source.description, parameters, found, curve)
-                print_line(console, str(html))
+        if searches and not step.fits:  # what fits comes first
+            print_prose(console, "\nAs asked, which does not fit:")
+            print_planned(console, step, about)
     if toml is not None:
-        about = f"A run for {gpus_text(question.world, question.machine)}, by fullshard plan."
-        write_file(toml, to_short_toml(best, about))
+        what = f"A run for {gpus_text(question.world, question.machine)}, by fullshard plan."
+        write_file(toml, to_short_toml(best, what + _shipped_text(best)))
         print_line(console, str(toml))
 
 
-def _write_page(
-    html: Path,
-    step: PlannedStep,
-    description: str,
-    parameters: int,
-    found: Search,
-    curve: Sequence[ScalePoint],
-) -> None:
-    """Write the page of a plan."""
-    from fullshard.programs.plan_tool.page import Planned, render
+def _tell_estimate(console: Console, line: ProgressLine, estimate: PlannedStep) -> None:
+    """Print an estimate between lines of progress."""
+    from fullshard.programs.plan_tool.output import print_estimate
 
-    plan = Planned(
-        step=step, description=description, parameters=parameters, found=found, scaling=curve
+    line.close()
+    print_estimate(console, estimate)
+    line.begin(1, 0, "plan", ["all layers"])
+
+
+class First(NamedTuple):
+    """The first step that was planned, and what it is about."""
+
+    question: Question
+    source: ModelSource
+    step: PlannedStep
+    about: About
+
+
+def _search(console: Console, line: ProgressLine, first: First, html: Path | None) -> Search:
+    """Look for the smallest number of GPUs and for better configurations, print both, and write the page."""
+    from fullshard.programs.plan_tool.output import print_fewest, print_search
+    from fullshard.programs.plan_tool.parallel_plans import several_at_a_time
+    from fullshard.programs.plan_tool.scaling import fewest_gpus, scaling
+    from fullshard.programs.plan_tool.search import search
+
+    question, source, step, about = first
+    told = _progress(line)
+    with several_at_a_time(source) as planner:
+        fewest = fewest_gpus(question, planner)
+        print_fewest(console, step, fewest)
+        found = search(question, source, step, try_all=html is not None, told=told, planner=planner)
+        line.close()
+        print_search(console, question, step, found)
+        if html is not None:
+            # Where it fits is on the curve, too.
+            most = 0 if fewest is None or isinstance(fewest, str) else 2 * fewest.world
+            curve = scaling(question, source, told, planner, most=most)
+            line.close()
+    if html is not None:
+        from fullshard.programs.plan_tool.page import Planned, render
+
+        plan = Planned(
+            question=question, step=step, about=about, found=found, fewest=fewest, scaling=curve
+        )
+        write_file(html, render(plan))
+        print_line(console, str(html))
+    return found
+
+
+def _shipped_text(config: RunConfig) -> str:
+    """Return what a file says about a published model, whose folder has no weights."""
+    folder = config.model.huggingface
+    name = None if folder is None else name_of(folder)
+    if name is None:
+        return ""
+    return (
+        f" model.huggingface is the configuration of {name} that comes with fullshard: it has no weights and no tokenizer. Name a "
+        "folder with yours."
     )
-    write_file(html, render(plan))
 
 
 def _progress(line: ProgressLine) -> Told:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fullshard.programs.plan_tool.allocator import CachingAllocator
@@ -44,6 +45,74 @@ class MemoryUse:
     """Most bytes of host memory that tensors of one rank have at the same time; 0 without offload."""
     host_at_peak: dict[MemoryKind, int] = field(default_factory=dict)
     """What they are for."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMoment:
+    """What is allocated at a time of the step."""
+
+    seconds: float
+    by_kind: dict[MemoryKind, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.by_kind.values())
+
+
+MOST_MOMENTS = 400
+"""Moments of a step: the width of a chart."""
+
+
+def memory_moments(
+    program: Program,
+    launches: Sequence[tuple[int, float]],
+    seconds: float,
+    *,
+    kept: float,
+    workspace: int,
+) -> tuple[MemoryMoment, ...]:
+    """Return the memory of a device over a step.
+
+    Args:
+        program: The step.
+        launches: Entries that compute has worked on, and when it began with them.
+        seconds: Of the step.
+        kept: As for `memory_use`.
+        workspace: What is there all the time beside tensors.
+
+    Returns:
+        The most that is allocated in each of `MOST_MOMENTS` equal parts of the step, and what is at its end.
+    """
+    times = {program.begin: 0.0, **dict(launches)}
+    live: dict[int, tuple[MemoryKind, int]] = {}
+    now: Counter[MemoryKind] = Counter({"workspace": workspace})
+    found: dict[int, MemoryMoment] = {}
+    most: dict[MemoryKind, int] = {}
+    total = highest = 0
+    for index, entry in enumerate(program.entries):
+        if isinstance(entry, Allocate) and entry.stream != HOST:
+            kind, nbytes = program.kinds[entry.memory], _nbytes(program, entry, kept)
+            live[entry.memory] = kind, nbytes
+            now[kind] += nbytes
+            total += nbytes
+        elif isinstance(entry, Free) and entry.memory in live:
+            kind, nbytes = live.pop(entry.memory)
+            now[kind] -= nbytes
+            total -= nbytes
+        if index < program.begin:
+            continue
+        if index == program.begin or total > highest:
+            most, highest = dict(now), total
+        time = times.get(index)
+        if time is not None:
+            part = min(int(time / seconds * MOST_MOMENTS), MOST_MOMENTS - 1)
+            moment = MemoryMoment(time, most)
+            if part not in found or found[part].total < moment.total:
+                found[part] = moment
+            most, highest = dict(now), total
+    end = MemoryMoment(seconds, dict(now))
+    return (*(found[part] for part in sorted(found)), end)
 
 
 def memory_use(program: Program, machine: Machine, *, kept: float = 1.0) -> MemoryUse:

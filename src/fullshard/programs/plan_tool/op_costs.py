@@ -32,7 +32,6 @@ from torch import Tensor
 from fullshard import torch_border
 from fullshard.programs.plan_tool.matrix_costs import MATRIX_COSTS, Cost
 from fullshard.programs.plan_tool.operations import (
-    FILLS,
     Operation,
     dtype_name,
     region_bytes,
@@ -40,6 +39,7 @@ from fullshard.programs.plan_tool.operations import (
 )
 from fullshard.programs.plan_tool.program import Kernel
 from fullshard.torch_border import Operator
+from fullshard.virtual.operations import FILLS, starts_work
 
 
 def kernel_of(
@@ -61,11 +61,6 @@ def kernel_of(
         return cost(op, args, kwargs, result)
 
 
-def may_start_kernel(operator: Operator) -> bool:
-    """Return whether a call can cost anything; views and allocations cannot."""
-    return _call_of(operator)[1] is not None
-
-
 def is_listed(operator: Operator) -> bool:
     """Whether this file was written with the operator in mind; otherwise it counts like a plain one."""
     return _cost_of(operator) is not _unlisted
@@ -78,14 +73,10 @@ def _call_of(operator: Operator) -> tuple[Operation, Cost | None]:
 
 
 def _cost_of(operator: Operator) -> Cost | None:
+    if not starts_work(operator):
+        return None
     signature = torch_border.signature_of(operator)
     name = signature.name
-    if signature.namespace in _NOT_OF_THE_DEVICE or name in _WITHOUT_KERNEL:
-        return None
-    writes = any(each.is_written for each in signature.arguments)
-    is_view = not writes and signature.new_results and not any(signature.new_results)
-    if is_view or torch.Tag.inplace_view in operator.tags:
-        return None
     if signature.namespace != "aten":
         return _unlisted
     if found := MATRIX_COSTS.get(name) or _COSTS.get(name):
@@ -94,16 +85,6 @@ def _cost_of(operator: Operator) -> Cost | None:
         return _many
     return _plain if torch.Tag.pointwise in operator.tags or name in _PLAIN else _unlisted
 
-
-_NOT_OF_THE_DEVICE = {"c10d", "_c10d_functional", "prim", "profiler"}
-
-_WITHOUT_KERNEL = {
-    *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
-    # Views that do not say so.
-    *("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"),
-    *("detach_", "is_same_size", "resize_", "resize_as_", "set_", "lift"),
-    *("is_pinned", "_pin_memory", "_assert_async", "_assert_scalar", "sym_constrain_range"),
-}
 
 _PLAIN = FILLS | {
     # Element by element.

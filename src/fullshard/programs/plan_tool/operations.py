@@ -16,13 +16,7 @@ from torch import Tensor
 
 from fullshard import torch_border
 from fullshard.torch_border import Operator
-
-FILLS = {
-    *("arange", "eye", "full", "full_like", "linspace", "new_full", "new_ones", "new_zeros"),
-    *("ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"),
-    *("randperm", "scalar_tensor", "zeros", "zeros_like"),
-}
-"""Operations that read nothing and write their result."""
+from fullshard.virtual.operations import FILLS
 
 OVERWRITES = {
     *("bernoulli_", "copy_", "exponential_", "fill_", "log_normal_", "normal_", "random_"),

@@ -15,8 +15,8 @@ Model = Annotated[
     str,
     typer.Argument(
         show_default=False,
-        help=f"A size ({', '.join(get_args(Size))}), a Hugging Face folder, a run or its TOML file; or calibrate, "
-        "which measures a profile.",
+        help=f"A published model (llama3-8b, gpt2, ...), a size ({', '.join(get_args(Size))}), a Hugging Face folder, a run or its "
+        "TOML file; or calibrate, which measures a profile.",
     ),
 ]
 Gpus = Annotated[
@@ -48,17 +48,33 @@ Batch = Annotated[
     typer.Option(
         min=1,
         help="Windows per step, of all GPUs: --set train.batch=N",
-        show_default="what the file says, or one per GPU and microbatch",
+        show_default="what the file says, or what fits",
     ),
 ]
 Seq = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens of a window: --set data.context=N", show_default=False),
+    typer.Option(
+        min=1,
+        help="Tokens of a window: --set data.context=N",
+        show_default="what the file says, or the model takes, up to 8,192",
+    ),
 ]
 Compiled = Annotated[bool, typer.Option("--compile", help="--set compute.compile=blocks")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="As in fullshard train."),
+]
+Tokens = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="Tokens of the whole run, such as 15T or 300B: how many days and GPU hours it takes.",
+        show_default="those of the file, or a billion",
+    ),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(min=0, help="Of a GPU for an hour.", show_default=False),
 ]
 Explain = Annotated[
     bool, typer.Option("--explain", help="Print all that the profile assumes, with sources.")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
 from fullshard.errors import size_text
 from fullshard.programs.console.tables import (
-    counted,
     print_facts,
     print_line,
     print_prose,
@@ -16,20 +15,29 @@ from fullshard.programs.console.tables import (
 )
 from fullshard.programs.plan_tool.answers import (
     WAITS,
+    About,
+    batch_text,
     host_rows,
     limit_text,
     memory_rows,
     peak_text,
     seconds_text,
+    sharding_text,
     validation_text,
     verdict,
 )
-from fullshard.programs.plan_tool.changes import RECOMPUTE, WIRE
+from fullshard.programs.plan_tool.changes import OPTIMIZER, WEIGHTS, WIRE
 from fullshard.programs.plan_tool.machine import TERA, Machine
 from fullshard.programs.plan_tool.planned_step import PlannedStep
 from fullshard.programs.plan_tool.profile_file import assumptions
-from fullshard.programs.plan_tool.question import gpus_text
-from fullshard.programs.plan_tool.search import Search
+from fullshard.programs.plan_tool.question import Question, gpus_text
+from fullshard.programs.plan_tool.search import Found, Search
+from fullshard.programs.plan_tool.search_answers import (
+    fewest_text,
+    nothing_text,
+    tried_rows,
+    untried_text,
+)
 from fullshard.programs.plan_tool.validation import Bands, bands_of
 
 FP32_NOTE = (
@@ -42,25 +50,37 @@ GRAPH_NOTE = (
     "the host is less in a graph."
 )
 
-WIRE_NOTE = f" {WIRE}=bf16 rounds gradients, so a run cannot change it later."
+CHANGE_NOTES = {
+    WIRE: f"{WIRE}=bf16 rounds gradients, so a run cannot change it later.",
+    WEIGHTS: f"{WEIGHTS}=bf16 rounds weights and optimizer state, so small updates are lost.",
+    OPTIMIZER: f"{OPTIMIZER}=adamw8bit rounds the optimizer's state to 8 bits.",
+}
+"""What has to be said about a change, by the field that it changes."""
 
 
-def print_planned(
-    console: Console, planned: PlannedStep, description: str, parameters: int
-) -> None:
-    """Print all about one step, the verdict first.
+def print_estimate(console: Console, estimate: PlannedStep) -> None:
+    """Print the first answer about a step whose plan takes a while."""
+    fits = "It fits" if estimate.fits else "It does not fit"
+    print_prose(
+        console,
+        f"{fits}, estimated from few layers: {size_text(estimate.memory.reserved)} of "
+        f"{size_text(estimate.machine.usable_bytes)}, {seconds_text(estimate.seconds)} a step, "
+        f"{estimate.tokens_per_second:,.0f} tokens/s per GPU. The plan with all layers follows.\n",
+    )
 
-    Args:
-        console: Where to.
-        planned: The step.
-        description: Of the model.
-        parameters: Of the whole model.
-    """
+
+def print_verdict(console: Console, planned: PlannedStep, parameters: int) -> None:
+    """Print whether a step fits, and what limits it."""
     bands = bands_of(planned, parameters)
     print_prose(console, verdict(planned, bands["reserved"]))
     print_prose(console, limit_text(planned))
+
+
+def print_planned(console: Console, planned: PlannedStep, about: About) -> None:
+    """Print all about one step but the verdict."""
+    bands = bands_of(planned, about.parameters)
     print_line(console, "")
-    print_facts(console, list(_facts(planned, description, parameters, bands)))
+    print_facts(console, list(_facts(planned, about, bands)))
     rows = [(label, size_text(nbytes)) for label, nbytes in memory_rows(planned)]
     rows.append(("reserved in all", size_text(planned.memory.reserved)))
     print_table(console, ["memory of a GPU, at the peak", "bytes"], rows, num_texts=1)
@@ -75,38 +95,19 @@ def print_planned(
         print_prose(console, f"\n{note}")
 
 
-def _facts(
-    planned: PlannedStep, description: str, parameters: int, bands: Bands
-) -> Iterator[tuple[str, str]]:
-    yield "Model", f"{description}, {parameters:,} parameters"
+def _facts(planned: PlannedStep, about: About, bands: Bands) -> Iterator[tuple[str, str]]:
+    yield "Model", f"{about.description}, {about.parameters:,} parameters"
     yield "GPUs", gpus_text(planned.world, planned.machine)
     yield "Sharding", sharding_text(planned)
     yield "Batch", batch_text(planned)
+    if about.chosen is not None:
+        yield "Chosen", about.chosen
     yield "Memory", peak_text(planned, bands)
     yield "Step", f"{seconds_text(planned.seconds)}, {bands['time']}"
     each = planned.tokens_per_second
     yield "Tokens/s", f"{each:,.0f} per GPU, {each * planned.world:,.0f} in all"
     yield "MFU", f"{100 * planned.mfu:.1f} % of the GPU's {planned.peak_flops / TERA:.3g} TFLOP/s"
-
-
-def sharding_text(planned: PlannedStep) -> str:
-    """Return how the model is spread."""
-    sharding = planned.config.sharding
-    ranks = planned.world // sharding.replicas
-    text = f"over {counted(ranks, 'GPU')}" if planned.world > 1 else "none, as there is one GPU"
-    if sharding.replicas > 1:
-        text = f"{counted(sharding.replicas, 'replica')} of {counted(ranks, 'GPU')} (HSDP)"
-    again = "" if sharding.reshard_after_forward else ", not resharded after forward"
-    where = ", shards in host memory" if sharding.offload else ""
-    return f"{text}, groups of {sharding.groups}{again}{where}"
-
-
-def batch_text(planned: PlannedStep) -> str:
-    """Return what a step is of."""
-    train, context = planned.config.train, planned.config.data.context
-    rows = train.batch // planned.world // train.accumulate
-    micro = f"{train.accumulate} x " if train.accumulate > 1 else ""
-    return f"{counted(train.batch, 'window')} of {context:,} tokens; {micro}{rows} per GPU"
+    yield "Run", str(about.cost_of(planned))
 
 
 def _time_rows(planned: PlannedStep) -> Iterator[tuple[str, str, str]]:
@@ -139,67 +140,54 @@ def _notes(planned: PlannedStep, bands: Bands) -> Iterator[str]:
         yield planned.padding
 
 
-def print_search(console: Console, given: PlannedStep, found: Search) -> None:
-    """Print the best configurations, each with its reason."""
+def print_search(console: Console, question: Question, given: PlannedStep, found: Search) -> None:
+    """Print the best configurations, each with its reason, and all that was tried."""
     print_line(console, "")
-    for failed in found.failed:
-        print_prose(console, f"Not planned: {failed.change.settings}: {failed.reason}")
-    if not found.best:
-        print_prose(console, _nothing_text(given, found))
-        return
-    title = (
-        "Better configurations for the same batch:"
-        if given.fits
-        else "Configurations for the same batch that fit:"
-        if found.fits
-        else "Nothing that was tried fits. These configurations for the same batch come closest:"
-    )
-    print_prose(console, title)
-    for number, each in enumerate(found.best, 1):
+    if found.best:
+        print_prose(
+            console,
+            "Better configurations for the same batch:"
+            if given.fits
+            else "Configurations for the same batch that fit:"
+            if found.fits
+            else "Nothing that was tried fits. These configurations for the same batch come closest:",
+        )
+        _print_found(console, found.best)
+    else:
+        print_prose(console, nothing_text(given, found))
+    if found.better_larger:
+        first = "the first of these" if found.best else "as given"
+        print_prose(
+            console,
+            f"\nLarger batches, against {first}. They change what is learned, so the learning rate may have to change:",
+        )
+        _print_found(console, found.better_larger)
+    if found.best or found.better_larger:
+        first = "; --toml FILE writes the first configuration" if found.best else ""
+        notes = [f"--set takes these settings, as in fullshard train{first}."]
+        changed = [name for each in found.best for name, _ in each.change.values]
+        notes += [note for name, note in CHANGE_NOTES.items() if name in changed]
+        print_prose(console, "\n" + " ".join(notes))
+    rows = [(tried.name, tried.state, *tried.numbers) for tried in tried_rows(given, found)]
+    if rows:
+        columns = ["tried, estimated from few layers", "", "tokens/s per GPU", "speed", "memory"]
+        print_table(console, columns, rows, num_texts=2)
+    print_prose(console, f"\n{untried_text(question, found)}")
+
+
+def _print_found(console: Console, best: Sequence[Found]) -> None:
+    for number, each in enumerate(best, 1):
         speed = f"{each.step.tokens_per_second:,.0f} tokens/s per GPU"
         state = "" if each.is_confirmed else ", estimated from few layers"
         print_prose(console, f"\n{number}. {each.change.settings}")
         print_prose(
             console, f"   {speed}, {size_text(each.step.memory.reserved)}{state}: {each.reason}."
         )
-    print_prose(
-        console,
-        "\n--set takes these settings, as in fullshard train; --toml FILE writes the first configuration."
-        + (WIRE_NOTE if any(WIRE in each.change.settings for each in found.best) else ""),
-    )
 
 
-def _nothing_text(given: PlannedStep, found: Search) -> str:
-    """Say why there is no better configuration."""
-    tried = counted(found.num_plans, "other configuration")
-    if given.fits:
-        return f"No better configuration was found: {tried} tried."
-    held = sum(given.memory.at_peak.get(kind, 0) for kind in ("parameters", "optimizer"))
-    if held < given.machine.usable_bytes:
-        return f"Nothing that was tried fits or needs less memory: {tried}."
-    moved = " It does not fit with them in host memory, either." if found.num_plans else ""
-    return (
-        f"No other configuration can make it fit on {counted(given.world, 'GPU')}: parameters and optimizer state alone take "
-        f"{size_text(held)} of each GPU.{moved}"
-    )
-
-
-def print_enough(console: Console, given: PlannedStep, enough: PlannedStep | None) -> None:
-    """Print on how many more GPUs a step fits that does not fit anywhere else."""
-    if enough is None:
-        print_prose(
-            console,
-            "More GPUs do not help, as each keeps its windows. Take a smaller batch, a shorter window, or a GPU with more memory.",
-        )
-        return
-    again = enough.config.compute.checkpoint_activations
-    is_changed = again != given.config.compute.checkpoint_activations
-    how = f" with {RECOMPUTE}={again}" if is_changed else ""
-    print_prose(
-        console,
-        f"It fits on {counted(enough.world, 'GPU')}{how}: {size_text(enough.memory.reserved)} of each, "
-        f"{enough.tokens_per_second:,.0f} tokens/s per GPU, with as many windows for each GPU.",
-    )
+def print_fewest(console: Console, given: PlannedStep, fewest: PlannedStep | str | None) -> None:
+    """Print on how many GPUs the model can be trained."""
+    print_prose(console, f"\n{fewest_text(given, fewest)}")
 
 
 def print_assumptions(console: Console, machine: Machine) -> None:

@@ -2,7 +2,8 @@
 
 The processes are forked after the first plan, so they know its operations (`known_operations`) and import nothing. A fork
 is safe only where there is one thread: another could hold a lock that the child then waits for forever. Where there are
-more, or no `fork`, or one core, plans are made one after the other. The answers are the same.
+more, or no `fork`, or one core, plans are made one after the other. The answers are the same. If a process is killed, the first one
+makes the rest of the plans itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +61,13 @@ def several_at_a_time(source: ModelSource) -> Iterator[Planner]:
     )
 
     def answers(plan: Plan[Answer], questions: Sequence[Question], /) -> Iterator[Answer]:
-        return pool.map(functools.partial(_answer, plan), questions)
+        done = 0
+        try:
+            for answer in pool.map(functools.partial(_answer, plan), questions):
+                done += 1
+                yield answer
+        except BrokenProcessPool:  # a process was killed, for lack of memory: go on in this one
+            yield from one_by_one(source)(plan, questions[done:])
 
     try:
         yield answers
@@ -94,6 +102,9 @@ def _begin(source: ModelSource) -> None:
 
 def _answer(plan: Plan[Answer], question: Question) -> Answer:
     answer = plan(question, _sources[0])
-    return (
-        cast("Answer", replace(answer, trace=None)) if isinstance(answer, PlannedStep) else answer
-    )
+    if not isinstance(answer, PlannedStep):
+        return answer
+    # What only a page shows stays here: it would take longer to send than all else.
+    playback = replace(answer.playback, launches=[])
+    without = replace(answer, trace=None, memory_moments=(), playback=playback)
+    return cast("Answer", without)

@@ -32,11 +32,6 @@ def many_plans() -> Iterator[None]:
         gc.unfreeze()
 
 
-def parameters_of(source: ModelSource) -> int:
-    """Return how many parameters a model has."""
-    return sum(param.numel() for param in source.build().parameters())
-
-
 MOST_MICROBATCHES = 8
 """A step that has more is planned from few of them, unless somebody compares it with a real one."""
 
@@ -66,6 +61,16 @@ def estimated(question: Question, source: ModelSource) -> PlannedStep:
         ConfigurationError: the model cannot be run without values, or the configuration is not possible.
     """
     return _safely(estimate_step, question, source)
+
+
+def attempted(
+    plan: Callable[[Question, ModelSource], PlannedStep], question: Question, source: ModelSource
+) -> PlannedStep | str:
+    """Return a plan, or the error that planning raised in one line: a candidate that has no plan ends nothing."""
+    try:
+        return plan(question, source)
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _safely(

@@ -73,6 +73,8 @@ class _Work(NamedTuple):
     link: str
     """What it shares with others that run at the same time; empty for a kernel."""
     phase: Phase
+    entry: int = -1
+    """Its place in the program, if it is work of the compute stream."""
 
 
 class _Mark(NamedTuple):
@@ -130,6 +132,8 @@ class Playback:
     """Seconds for which compute stood still, by reason."""
     host_seconds: float = 0.0
     """Until the host has issued everything."""
+    launches: list[tuple[int, float]] = field(default_factory=list)
+    """Entries that the compute stream has worked on, and the seconds at which it began with each."""
     _marks: dict[int, float] = field(default_factory=dict)
     _hosts: list[float] = field(default_factory=list)
     _first: int = 0
@@ -209,7 +213,7 @@ class _Player:
             if isinstance(entry, HostCompute):
                 self._note_update(entry, before, host)
             elif isinstance(entry, Launch):
-                work = self._work(entry, host)
+                work = self._work(entry, host, index)
                 self._queues[entry.stream].items.append(work)
                 if not program.has_streams and isinstance(entry.work, Kernel):
                     host = self._run_until_idle(entry.stream)
@@ -242,7 +246,7 @@ class _Player:
         result._marks = {event: self._reached[mark] for event, mark in firsts.items()}
         return result
 
-    def _work(self, entry: Launch, issued: float) -> _Work:
+    def _work(self, entry: Launch, issued: float, index: int) -> _Work:
         """Return what a stream has to do, and note it."""
         work, result = entry.work, self._result
         if isinstance(work, Kernel):
@@ -254,7 +258,8 @@ class _Player:
             if entry.stream == COMPUTE:
                 result.compute[work.kind] += seconds
                 result.phases[entry.phase] += seconds
-            return _Work(seconds, issued, "", entry.phase)
+            place = index if entry.stream == COMPUTE else -1
+            return _Work(seconds, issued, "", entry.phase, place)
         seconds = self._link_seconds.get(work)
         if seconds is None:
             seconds = self._link_seconds[work] = self._seconds_on_link(work)
@@ -382,6 +387,8 @@ class _Player:
                     break
                 else:
                     queue.running, queue.left = head, head.seconds
+                    if head.entry >= 0:
+                        self._result.launches.append((head.entry, self._now))
                     if head.phase == "optimizer" and not self._result.gradient_seconds:
                         self._result.gradient_seconds = self._now
                 items.popleft()

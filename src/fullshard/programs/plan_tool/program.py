@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from fullshard.virtual.observer import COMPUTE as COMPUTE, HOST as HOST
+
 KernelKind = Literal["matmul", "attention", "memory"]
 """What limits a kernel: arithmetic of matrix products, of attention, or the traffic to memory."""
 
@@ -101,6 +103,8 @@ class Launch:
     stream: int
     work: Kernel | Collective | Transfer
     phase: Phase
+    is_repeated: bool = False
+    """Whether backward computes again what forward did not keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +164,6 @@ class HostCompute:
 
 
 Entry: TypeAlias = Launch | Record | Wait | Allocate | Free | HostWork | HostCompute
-
-COMPUTE = 0
-"""The stream on which the model computes."""
-HOST = -1
-"""In the place of a stream: the host waits, or the memory is the host's."""
 
 
 @dataclass(frozen=True, slots=True)

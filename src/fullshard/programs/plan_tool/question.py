@@ -19,7 +19,18 @@ from fullshard.programs.train.model_argument import (
     file_and_settings,
     is_factory,
 )
-from fullshard.programs.train.preflight import model_problems
+from fullshard.programs.train.preflight import longest_context, model_problems
+
+USUAL_TOKENS = 8192
+"""Most tokens of a window, and of all windows of a GPU in a microbatch, where the question does not say how many."""
+
+DECODER_CONTEXT = 2048
+"""Tokens of a window of the built-in decoder, which was not made for a certain number."""
+
+CONTEXT = "data.context"
+PRECISION = "compute.precision"
+BATCH = "train.batch"
+RECOMPUTE = "compute.checkpoint_activations"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,10 @@ class Question:
     config: RunConfig
     world: int
     machine: Machine
+    open_fields: frozenset[str] = frozenset()
+    """Fields that nothing in the question sets: `starting_point` may choose their values."""
+    tokens_of_run: int | None = None
+    """Of all steps of a run's file; None if there is no file."""
 
 
 def read_question(
@@ -67,12 +82,41 @@ def read_question(
             )
 
     wanted = [*of_model, *settings]
-    if file is None and not any(each.startswith("train.batch=") for each in wanted):
-        # A run's own default is for a few ranks. Every rank of a plan gets a window for each microbatch.
-        accumulate = read_config(None, wanted).train.accumulate
-        wanted.append(f"train.batch={(gpus or DEFAULT_WORLD) * accumulate}")
+    open_fields = frozenset() if file else _open_fields(wanted)
+    if file is None:
+        # A run's own defaults are for a few ranks on a CPU. Other fields may go together with bf16 only, so it comes first.
+        if PRECISION in open_fields and not machine.host.is_synchronous:
+            wanted.append(f"{PRECISION}=bf16")
+        asked = read_config(None, wanted)
+        wanted += _usual_settings(asked, open_fields, world_of(asked), machine)
     config = read_config(file, wanted, checks=[problems])
-    return Question(config, world_of(config), machine)
+    tokens = config.train.steps * config.train.batch * config.data.context if file else None
+    return Question(config, world_of(config), machine, open_fields, tokens)
+
+
+def _open_fields(settings: Sequence[str]) -> frozenset[str]:
+    """Return the fields for which a plan has usual values, and to which nothing is set."""
+    given = {each.partition("=")[0].strip() for each in settings}
+    return frozenset({CONTEXT, PRECISION, BATCH, RECOMPUTE} - given)
+
+
+def _usual_settings(
+    config: RunConfig, open_fields: frozenset[str], world: int, machine: Machine
+) -> Iterator[str]:
+    """Yield what a model is usually trained with: on GPUs long windows; one window for each rank and microbatch.
+
+    `starting_point` may make more windows of it.
+    """
+    if CONTEXT in open_fields and not machine.host.is_synchronous:
+        yield f"{CONTEXT}={min(longest_window(config) or DECODER_CONTEXT, USUAL_TOKENS)}"
+    if BATCH in open_fields:
+        yield f"{BATCH}={world * config.train.accumulate}"
+
+
+def longest_window(config: RunConfig) -> int | None:
+    """Return how many tokens the model was made for; None if that is not known, or there is no such number."""
+    folder = config.model.huggingface
+    return None if folder is None else longest_context(folder)
 
 
 def read_machine(gpu: str | None, profile: Path | None, network: str | None) -> Machine:

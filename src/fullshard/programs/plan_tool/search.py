@@ -1,12 +1,14 @@
-"""The best configurations for the same batch.
+"""The best configurations for the same batch, and for larger ones.
 
     single      every change of one field, estimated; those that cannot help are left out
     combined    what several changes together would give, if their gains multiply and their bytes add up; the most
                 promising are estimated
     confirmed   the best of all, planned with all its layers; the next one, if it turns out not to fit
+    larger      the best with more windows, estimated: that changes what is learned
 
 What cannot help: replicas whose parameters and optimizer state alone are too large, and what only saves memory while there is
-enough of it. Shards go to host memory (`sharding.offload`) only where nothing else fits.
+enough of it. Shards go to host memory (`sharding.offload`) only where nothing else fits. An optimizer with smaller state, and weights
+and state in bfloat16, come after all else that fits.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from fullshard.programs.plan_tool.changes import (
     accumulations,
     combined,
     is_possible,
+    larger_batches,
     offloads,
     single_changes,
     with_divided_state,
@@ -32,19 +35,21 @@ from fullshard.programs.plan_tool.changes import (
 from fullshard.programs.plan_tool.memory_use import MemoryUse
 from fullshard.programs.plan_tool.parallel_plans import Plan, Planner, one_by_one
 from fullshard.programs.plan_tool.planned_step import PlannedStep
-from fullshard.programs.plan_tool.planning import estimated, planned
+from fullshard.programs.plan_tool.planning import attempted, estimated, planned
 from fullshard.programs.plan_tool.question import Question
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.model_source import ModelSource
 
-COMBINATIONS = 3
+COMBINATIONS = 4
 """So many combinations of changes are estimated."""
 CONFIRMED = 3
 """At most so many of the best are planned with all layers."""
 BEST = 5
 """So many are returned."""
 MARGIN = 0.05
-"""The share of memory that stays free where microbatches are chosen to fit."""
+"""The share of memory by which estimates may be off: it stays free where microbatches are chosen to fit."""
+OF_STATE_IN_8_BITS = 0.26
+"""The share of Adam's state that is left in 8 bits, with its scales."""
 WORTHWHILE = 1.01
 """A change must give this much more throughput."""
 
@@ -60,6 +65,8 @@ class Found:
     step: PlannedStep
     reason: str
     """What it gains or costs, against the given configuration, in one line."""
+    gain: float = 1.0
+    """How many times the throughput of what it is compared with."""
     is_confirmed: bool = False
     """It was planned with all layers."""
 
@@ -80,12 +87,20 @@ class Search:
     best: Sequence[Found]
     """The best first; better than what was given, or at least fitting if that does not fit."""
     tried: Sequence[Found]
-    """Changes of one field, in the order of fields."""
+    """Changes of one field, in the order of fields; then changes of several."""
     num_plans: int
     num_pruned: int
     """Changes that cannot help, which were not estimated."""
     failed: Sequence[Failed] = ()
     """Changes whose planning raised an error; the search goes on without them."""
+    larger: Sequence[Found] = ()
+    """With larger batches, in the order of sizes; gains are against the best for the same batch."""
+
+    @property
+    def better_larger(self) -> list[Found]:
+        """Larger batches that fit and give more throughput, the best first."""
+        better = [each for each in self.larger if each.step.fits and each.gain >= WORTHWHILE]
+        return sorted(better, key=lambda each: -each.gain)
 
     @property
     def fits(self) -> bool:
@@ -123,7 +138,8 @@ class _Searching:
         self, question: Question, given: PlannedStep, told: Told, planner: Planner
     ) -> None:
         self._question, self._given, self._told, self._planner = question, given, told, planner
-        (self._base,) = planner(estimated, [question])
+        (base,) = planner(partial(attempted, estimated), [question])
+        self._base = given if isinstance(base, str) else base
         """Estimates are compared with an estimate."""
         self._needs_memory = False
         """Whether more memory would make a faster configuration possible."""
@@ -147,10 +163,11 @@ class _Searching:
         together = self._estimates(self._combinations(tried))
         moved = self._offloaded([*tried, *together])
         ranked = sorted([*tried, *together, *moved], key=self._rank)
-        best = self._better(ranked)[:BEST]
+        best = self._confirmed(self._better(ranked)[:BEST])
         return Search(
-            best=self._confirmed(best),
-            tried=tried,
+            best=best,
+            larger=self._larger(best),
+            tried=[*tried, *together, *moved],
             num_plans=self._done,
             num_pruned=len(possible) - len(wanted),
             failed=self._failed,
@@ -183,6 +200,10 @@ class _Searching:
         larger = after.sharding.replicas / before.sharding.replicas
         parameters = held.get("parameters", 0) * larger
         state = held.get("optimizer", 0) * larger * _keepers(before) / _keepers(after)
+        if after.optimizer.name != before.optimizer.name:
+            state *= OF_STATE_IN_8_BITS
+        if after.model.dtype != before.model.dtype:  # from 32 to 16 bits
+            parameters, state = parameters / 2, state / 2
         return parameters + state < self._question.machine.usable_bytes
 
     def _is_idle(self, change: Change) -> bool:
@@ -219,6 +240,20 @@ class _Searching:
         self._total += len(wanted)
         return self._estimates(wanted)
 
+    def _larger(self, best: Sequence[Found]) -> list[Found]:
+        """Return the best configuration with more windows; nothing if none fits."""
+        first = best[0] if best else None
+        if not (first.step.fits if first else self._base.fits):
+            return []
+        changes = larger_batches(self._question, first.change if first else None)
+        self._total = self._done + len(changes) + 1
+        before = first.step if first else self._base
+        if first and first.is_confirmed:  # compare estimates with an estimate
+            self._total += 1
+            again = [step for _, step in self._plans(estimated, [first.change])]
+            before = again[0] if again else before
+        return self._estimates(changes, before)
+
     # --- combinations
 
     def _combinations(self, tried: Sequence[Found]) -> list[Change]:
@@ -232,12 +267,17 @@ class _Searching:
             chosen = [each for each in choice if each is not None]
             if len(chosen) >= 2:
                 seconds, nbytes = self._predicted(chosen)
-                missing = max(0.0, nbytes - self._question.machine.usable_bytes)
                 change = combined(tuple(each.change for each in chosen))
                 if is_possible(self._question, change):
-                    predicted.append((missing, seconds, change))
-        predicted.sort(key=lambda each: (each[0], each[1], len(each[2].values)))
-        return [change for _, _, change in predicted[:COMBINATIONS]]
+                    predicted.append((nbytes, seconds, change))
+        # Bytes do not quite add up. So some may need a little more than there is, and others not.
+        there = self._question.machine.usable_bytes
+        bold, careful = (
+            sorted(predicted, key=partial(_hope, most)) for most in (there * (1 + MARGIN), there)
+        )
+        wanted = {each: None for _, _, each in bold[: COMBINATIONS - 1]}
+        wanted |= {each: None for _, _, each in careful}
+        return list(wanted)[:COMBINATIONS]
 
     def _helps(self, found: Found) -> bool:
         """Say whether it gains time, or memory where that is short."""
@@ -257,9 +297,12 @@ class _Searching:
 
     # --- plans
 
-    def _estimates(self, changes: Sequence[Change]) -> list[Found]:
+    def _estimates(
+        self, changes: Sequence[Change], before: PlannedStep | None = None
+    ) -> list[Found]:
+        before = before or self._base
         return [
-            Found(change, step, reason(self._base, step))
+            Found(change, step, reason(before, step), gain=self._speed(step) / self._speed(before))
             for change, step in self._plans(estimated, changes)
         ]
 
@@ -270,7 +313,8 @@ class _Searching:
             self._total = max(self._total, self._done + 1)
             for _, step in self._plans(planned, [estimate.change]):  # none if it failed
                 why = reason(self._given, step)
-                found.append(replace(estimate, step=step, reason=why, is_confirmed=True))
+                gain = self._speed(step) / self._speed(self._given)
+                found.append(replace(estimate, step=step, reason=why, gain=gain, is_confirmed=True))
                 if step.fits == estimate.step.fits and self._is_better(found[-1]):
                     found += best[index + 1 : CONFIRMED]
                     return self._better(sorted(found, key=self._rank))
@@ -287,7 +331,7 @@ class _Searching:
         """Yield the plans of changed configurations but those that fail, and tell about each before it is there."""
         config = self._question.config
         asked = [replace(self._question, config=change.of(config)) for change in changes]
-        answers = self._planner(partial(_attempt, plan), asked)
+        answers = self._planner(partial(attempted, plan), asked)
         for change in changes:
             self._told(self._done, self._total, change.settings)
             answer = next(answers)
@@ -300,11 +344,11 @@ class _Searching:
     def _speed(self, step: PlannedStep) -> float:
         return step.tokens_per_second
 
-    def _rank(self, found: Found) -> tuple[bool, bool, float]:
+    def _rank(self, found: Found) -> tuple[bool, bool, bool, float]:
         """Return what sorts the best first. Estimates are too rough to push a confirmed one from its place."""
         step = found.step
         cost = -step.tokens_per_second if step.fits else step.memory.reserved
-        return not step.fits, not found.is_confirmed, cost
+        return not step.fits, found.change.trains_otherwise, not found.is_confirmed, cost
 
     def _is_better(self, found: Found) -> bool:
         before = self._given if found.is_confirmed else self._base
@@ -313,12 +357,10 @@ class _Searching:
         return found.step.fits and self._speed(found.step) >= WORTHWHILE * self._speed(before)
 
 
-def _attempt(plan: Plan[PlannedStep], question: Question, source: ModelSource) -> PlannedStep | str:
-    """Return a plan, or the error that planning raised: the candidate is no good, the search goes on."""
-    try:
-        return plan(question, source)
-    except Exception as error:
-        return " ".join(f"{type(error).__name__}: {error}".split())
+def _hope(most: float, predicted: tuple[float, float, Change]) -> tuple[float, bool, float, int]:
+    """Return what sorts the most promising first, if there are so many bytes."""
+    nbytes, seconds, change = predicted
+    return max(0.0, nbytes - most), change.trains_otherwise, seconds, len(change.values)
 
 
 def _activations_of(memory: MemoryUse) -> int:

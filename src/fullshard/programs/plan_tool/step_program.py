@@ -19,21 +19,16 @@ from fullshard import torch_border
 from fullshard.comm.spans import TraceRecorder
 from fullshard.engine.padding import padding_text
 from fullshard.plan.mesh import world_size
-from fullshard.programs.inspect_tool.without_values import without_values
 from fullshard.programs.plan_tool.program import Phase, Program
-from fullshard.programs.plan_tool.recording import (
-    META,
-    HookRecorder,
-    RecordedClock,
-    Recorder,
-    Times,
-)
+from fullshard.programs.plan_tool.recording import HookRecorder, RecordedClock, Recorder, Times
 from fullshard.programs.plan_tool.training_step import TrainingStep
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.model_source import ModelSource
 from fullshard.tracing.group_facts import states_in
 from fullshard.tracing.schema import Trace
 from fullshard.tracing.trace import attach, contexts_of, export
+from fullshard.virtual.device import META
+from fullshard.virtual.without_values import without_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +61,7 @@ def record_step(
     # What compiling changes is the machine's business.
     config = replace(config, compute=replace(config.compute, compile="none", graph=False))
     recorder = Recorder(has_streams=has_streams, offloads=config.sharding.offload)
-    ranks = torch_border.virtual_process_group(world, recorder)
+    ranks = torch_border.virtual_process_group(world, recorder.device)
     gc.freeze()  # so that only what the step makes is looked through
     with recorder.recording(), ranks, without_values():
         step = _RecordedStep(recorder, config, world, source)

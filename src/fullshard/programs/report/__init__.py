@@ -9,8 +9,10 @@ diagnosis   all findings: `run_findings` and `step_findings`; `findings` says wh
 remedies    what can be done, each with the check that is made before it is said
 reference   all findings and remedies as tables, for the documentation
 chart       what a chart is; `run_charts`, `timeline_chart`, `group_charts` and `memory_chart` make them
-plan_comparison   a run against its plan
+plan_comparison   a run against its plan; `run_comparison` two runs side by side
+glossary    words of the page, and what they mean
 views       which recorded steps can be chosen in a chart
+speed_settings   which of the trainer's settings are on, and what the others would bring
 tiles       the numbers at the top; `peak_flops` knows what GPUs can do
 page        the page, from page.html, layout.html, macros.html, page.css and page.js
 units       numbers with three digits and a unit
@@ -31,13 +33,16 @@ LIBRARIES = ("plotly", "jinja2")
 """Packages of the extra `report`."""
 
 
-def write_report(run: Path, output: Path | None = None, *, plan: str | None = None) -> Path:
+def write_report(
+    run: Path, output: Path | None = None, *, plan: str | None = None, other: Path | None = None
+) -> Path:
     """Write the page about the run in folder ``run``. An older page stays until the new one is complete.
 
     Args:
         run: A folder with `metrics.jsonl` or traces.
         output: The file to write; the default is `report.html` in the run's folder. An existing file is replaced.
         plan: Compare the run with its plan for a GPU of this name, or of the profile in this TOML file.
+        other: Compare the run with the one in this folder.
 
     Returns:
         The file.
@@ -51,6 +56,7 @@ def write_report(run: Path, output: Path | None = None, *, plan: str | None = No
     run = local_path(run)
     target = run / FILE_NAME if output is None else local_path(output)
     found = read_run(run)
+    compared = None if other is None else read_run(local_path(other))
     with importing_libraries("A report"):
         from fullshard.programs.report.page import render
     planned = None
@@ -58,7 +64,7 @@ def write_report(run: Path, output: Path | None = None, *, plan: str | None = No
         from fullshard.programs.plan_tool.run_plan import plan_of_run  # imports torch
 
         planned = plan_of_run(run, found, plan)
-    _write(target, render(found, planned))
+    _write(target, render(found, planned, compared))
     return target
 
 

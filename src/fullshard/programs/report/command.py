@@ -49,6 +49,16 @@ def report(
             help="Compare with the plan for this GPU, or for this profile of fullshard plan calibrate.",
         ),
     ] = None,
+    other: Annotated[
+        Path | None,
+        typer.Option(
+            "--with",
+            parser=given_path,
+            metavar="RUN",
+            show_default=False,
+            help="Compare with this other run, on the same page.",
+        ),
+    ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     version: Version = False,
 ) -> None:
@@ -56,7 +66,7 @@ def report(
     from fullshard.programs.report import write_report
 
     try:
-        written = write_report(run, output, plan=plan)
+        written = write_report(run, output, plan=plan, other=other)
     except FullshardError as error:
         print_error(f"Error: {error}")
         raise typer.Exit(2) from None

@@ -22,11 +22,14 @@ from fullshard import __version__
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.chart import Chart, Table
 from fullshard.programs.report.diagnosis import diagnose
+from fullshard.programs.report.glossary import entries, explained
 from fullshard.programs.report.group_charts import comparing_charts, group_table
 from fullshard.programs.report.memory_chart import memory_chart
 from fullshard.programs.report.replay import FAITHFUL_SHARE, MAX_DEPTH
 from fullshard.programs.report.run_charts import run_charts
+from fullshard.programs.report.run_comparison import compare_runs
 from fullshard.programs.report.run_files import Run
+from fullshard.programs.report.speed_settings import speed_settings
 from fullshard.programs.report.tiles import tiles_of
 from fullshard.programs.report.timeline_chart import timeline_chart
 from fullshard.programs.report.units import count, duration, exact, share, size
@@ -37,15 +40,17 @@ if TYPE_CHECKING:
     from fullshard.programs.report.plan_comparison import PlanComparison
 
 
-def render(run: Run, planned: PlannedStep | None = None) -> str:
-    """Return the page about ``run``, compared with its plan if there is one."""
+def render(run: Run, planned: PlannedStep | None = None, other: Run | None = None) -> str:
+    """Return the page about ``run``, compared with its plan and with another run if there are any."""
     analysis = Analysis(run)
     of_run = list(run_charts(run.metrics))
     of_steps = [*timeline_chart(analysis), *comparing_charts(analysis)]
     of_memory = list(memory_chart(analysis))
+    compared = None if other is None else compare_runs(analysis, Analysis(other))
+    of_both = [] if compared is None else compared.charts
     template = environment().get_template("page.html")
     return template.render(
-        **frame("report", run.name, _subtitle(run), [*of_run, *of_steps, *of_memory]),
+        **frame("report", run.name, _subtitle(run), [*of_run, *of_steps, *of_memory, *of_both]),
         run=run,
         tiles=list(tiles_of(analysis)),
         findings=diagnose(analysis),
@@ -54,7 +59,10 @@ def render(run: Run, planned: PlannedStep | None = None) -> str:
         memory_charts=of_memory,
         replay=_replay_table(analysis),
         plan=_compared(analysis, planned),
+        settings=speed_settings(analysis),
         groups=group_table(analysis.groups) if analysis.groups else None,
+        compared=compared,
+        words=list(entries()),
         facts=list(_facts(run)),
         config={section: fields for section, fields in run.config.items() if fields},
     )
@@ -101,6 +109,7 @@ def environment() -> jinja2.Environment:
     )
     environment.filters["code"] = with_code
     environment.filters["toml"] = _setting
+    environment.filters["explained"] = explained
     environment.filters["share"] = share
     return environment
 
@@ -109,11 +118,12 @@ def _asset(name: str) -> str:
     return (files("fullshard.programs.report") / name).read_text(encoding="utf-8")
 
 
-def with_code(text: str) -> Markup:
-    """Return the text with what is in `backquotes` as code."""
+def with_code(text: str, terms: bool = False) -> Markup:
+    """Return the text with what is in `backquotes` as code, and words of the glossary explained if ``terms``."""
+    show = explained if terms else escape
     parts = re.split(r"`([^`]*)`", text)
     return Markup("").join(
-        Markup("<code>{}</code>").format(part) if i % 2 else escape(part)
+        Markup("<code>{}</code>").format(part) if i % 2 else show(part)
         for i, part in enumerate(parts)
     )
 

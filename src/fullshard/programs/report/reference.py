@@ -56,6 +56,10 @@ FINDINGS: dict[str, FindingKind] = {
         f"{share(step_findings.PADDING)} of the elements are padding",
         ("replicas", "cut regardless of rows", "balanced placement"),
     ),
+    "uneven shards": FindingKind(
+        f"a rank holds {share(run_findings.UNEVEN)} more of the parameters than the mean, as the metrics say; and no padding was found",
+        (),
+    ),
     "gathered at once": FindingKind(
         f"{share(step_findings.HELD_AT_ONCE)} of the parameters, of three groups or more, are gathered at the same "
         "time",

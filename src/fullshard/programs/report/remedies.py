@@ -63,7 +63,7 @@ REMEDIES: dict[str, tuple[str, str]] = {
         "gradients are sent in float32, and larger reductions take longer",
     ),
     "cut regardless of rows": (
-        '`sharding.door = "wrapper"`',
+        '`sharding.api = "fsdp1"`',
         "less padding remains; a run of the trainer with `fully_shard`",
     ),
     "balanced placement": (
@@ -209,8 +209,8 @@ def fewer_groups(analysis: Analysis) -> Remedy | None:
         return None
     run = analysis.run
     settings = [Setting("sharding", "groups", "plan")]
-    if run.setting("sharding", "door") == "wrapper":  # it has one module in each group
-        settings.append(Setting("sharding", "door", "fully_shard"))
+    if run.setting("sharding", "api") == "fsdp1":  # it has one module in each group
+        settings.append(Setting("sharding", "api", "fsdp2"))
     return _remedy(
         run,
         "plan",
@@ -293,8 +293,8 @@ def unshard_early(analysis: Analysis) -> Remedy | None:
 def deeper_prefetch(analysis: Analysis, depth: int) -> Remedy | None:
     """Return a prefetch of so many groups; the caller has replayed it."""
     settings = [Setting("sharding", "prefetch", depth)]
-    if analysis.run.setting("sharding", "door") == "wrapper":  # it has no depth to set
-        settings.append(Setting("sharding", "door", "fully_shard"))
+    if analysis.run.setting("sharding", "api") == "fsdp1":  # it has no depth to set
+        settings.append(Setting("sharding", "api", "fsdp2"))
     code = (
         f"layers[i].set_modules_to_forward_prefetch(layers[i + 1 : i + {depth + 1}])",
         f"layers[i].set_modules_to_backward_prefetch(layers[max(0, i - {depth}) : i][::-1])",
@@ -468,7 +468,7 @@ def less_padding(analysis: Analysis) -> tuple[Remedy, ...]:
         run,
         "cut regardless of rows",
         "Cut parameters regardless of rows",
-        settings=[Setting("sharding", "door", "wrapper"), Setting("sharding", "prefetch", 1)],
+        settings=[Setting("sharding", "api", "fsdp1"), Setting("sharding", "prefetch", 1)],
     )
     balanced = _remedy(
         run,

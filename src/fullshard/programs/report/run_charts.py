@@ -18,6 +18,9 @@ from fullshard.programs.run_events import Evaluation, Step
 MAX_POINTS = 3000
 """Points of a curve: a screen has no more columns."""
 
+FEWEST_OF_A_TREND = 3
+"""Evaluations that are joined by a line."""
+
 SMOOTHED_OVER = 0.02
 """Share of the run over which the smoothed loss is averaged."""
 
@@ -37,26 +40,26 @@ def run_charts(metrics: Metrics) -> Iterator[Chart]:
     steps = metrics.steps
     if any(isfinite(step.loss) for step in steps) or metrics.evaluations:
         yield _loss(metrics)
-    speeds = _throughput(metrics)
-    times = _points(steps, lambda step: step.step_s)
+    speeds = throughput(metrics)
+    times = points_of(steps, lambda step: step.step_s)
     if times:
-        updates = _points([each for each in steps if each.optimizer_s > 0], _optimizer_time)
+        updates = points_of([each for each in steps if each.optimizer_s > 0], _optimizer_time)
         yield _speed(speeds, times, updates)
-    rates = _points(steps, lambda step: step.lr)
-    norms = _points(steps, lambda step: step.grad_norm)
+    rates = points_of(steps, lambda step: step.lr)
+    norms = points_of(steps, lambda step: step.grad_norm)
     if rates or norms:
         yield _rate_and_norm(rates, norms)
 
 
 def _loss(metrics: Metrics) -> Chart:
-    points = _points(metrics.steps, lambda step: step.loss)
+    points = points_of(metrics.steps, lambda step: step.loss)
     window = max(1, round(SMOOTHED_OVER * len(points)))
     if window == 1:
-        traces = [_curve("each step", points, color="var(--accent)", width=1.8)]
+        traces = [curve("each step", points, color="var(--accent)", width=1.8)]
     else:
-        traces = [_curve("each step", points, color="var(--faint)", width=1)]
+        traces = [curve("each step", points, color="var(--faint)", width=1)]
         smooth = _running_mean(points, window)
-        traces.append(_curve(f"mean of {window} steps", smooth, color="var(--accent)", width=2.2))
+        traces.append(curve(f"mean of {window} steps", smooth, color="var(--accent)", width=2.2))
     if metrics.evaluations:
         traces.append(_evaluations(metrics.evaluations))
     traces += _marks(metrics.marks, points)
@@ -91,7 +94,8 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> go.Scatter:
         name="held-out",
         x=[each.step for each in evaluations],
         y=[each.loss if isfinite(each.loss) else None for each in evaluations],
-        mode="lines+markers",
+        # Two points are no trend: before the first step and after the last.
+        mode="markers" if len(evaluations) < FEWEST_OF_A_TREND else "lines+markers",
         line={"color": "var(--gather)", "width": 1.5, "dash": "dot"},
         marker={"size": 8, "color": "var(--gather)"},
         hovertemplate="held-out, step %{x}: <b>%{y:.4f}</b><extra></extra>",
@@ -133,13 +137,13 @@ def _optimizer_time(step: Step) -> float:
 
 def _speed(speeds: Sequence[Point], times: Sequence[Point], updates: Sequence[Point]) -> Chart:
     curves = {"step time": (times, "var(--accent)"), "optimizer": (updates, "var(--outside)")}
-    traces = [_curve("tokens / s", speeds, color="var(--gather)", hover="%{y:.4s} tokens/s")]
+    traces = [curve("tokens / s", speeds, color="var(--gather)", hover="%{y:.4s} tokens/s")]
     rows = []
     for name, (points, color) in curves.items():
         if not points:
             continue
         milliseconds = [(step, 1e3 * seconds) for step, seconds in points]
-        traces.append(_curve(name, milliseconds, color=color, yaxis="y2", hover="%{y:.4~g} ms"))
+        traces.append(curve(name, milliseconds, color=color, yaxis="y2", hover="%{y:.4~g} ms"))
         seconds = [value for _, value in points]
         rows.append(
             [name.capitalize(), duration(1e6 * median(seconds)), duration(1e6 * max(seconds))]
@@ -159,8 +163,8 @@ def _speed(speeds: Sequence[Point], times: Sequence[Point], updates: Sequence[Po
 
 def _rate_and_norm(rates: Sequence[Point], norms: Sequence[Point]) -> Chart:
     traces = [
-        _curve("gradient norm", norms, color="var(--reduce)", hover="norm %{y:.4g}"),
-        _curve("learning rate", rates, color="var(--accent)", yaxis="y2", hover="rate %{y:.4g}"),
+        curve("gradient norm", norms, color="var(--reduce)", hover="norm %{y:.4g}"),
+        curve("learning rate", rates, color="var(--accent)", yaxis="y2", hover="rate %{y:.4g}"),
     ]
     named = {"Gradient norm": norms, "Learning rate": rates}
     rows = [
@@ -188,7 +192,7 @@ def _two_rows(traces: Sequence[go.Scatter], upper: str, lower: str) -> go.Figure
     )
 
 
-def _curve(
+def curve(
     name: str,
     points: Sequence[Point],
     *,
@@ -197,6 +201,7 @@ def _curve(
     yaxis: str = "y",
     hover: str = "%{y:.4f}",
 ) -> go.Scatter:
+    """Return the points as a line; one point as a marker."""
     drawn = _extremes(points)
     return go.Scatter(
         name=name,
@@ -210,11 +215,12 @@ def _curve(
     )
 
 
-def _points(steps: Sequence[Step], value: Callable[[Step], float]) -> list[Point]:
+def points_of(steps: Sequence[Step], value: Callable[[Step], float]) -> list[Point]:
+    """Return a number of each step for which it is finite."""
     return [(step.step, found) for step in steps if isfinite(found := value(step))]
 
 
-def _throughput(metrics: Metrics) -> list[Point]:
+def throughput(metrics: Metrics) -> list[Point]:
     """Return tokens per second. Records may be several steps apart; each has the time of one step."""
     found: list[Point] = []
     before = (0, 0.0)

@@ -36,6 +36,7 @@ from fullshard.programs.run_events import (
     UnknownFormatError,
     parse_line,
 )
+from fullshard.programs.train.renamed_fields import with_names_of_today
 from fullshard.tracing.schema import Trace, parse_trace
 
 Config = Mapping[str, Mapping[str, Any]]
@@ -165,7 +166,9 @@ def _read_config(path: Path, notes: list[str]) -> Config:
         notes.append(safe_text(f"{path.name} cannot be read: {error}."))
         return {}
     shown = _shown(config)
-    return {name: fields for name, fields in shown.items() if isinstance(fields, dict)}
+    return with_names_of_today(
+        {name: fields for name, fields in shown.items() if isinstance(fields, dict)}
+    )
 
 
 def _shown(value: Any, depth: int = 0) -> Any:
@@ -279,7 +282,8 @@ def _marks(starts: list[Start], events: list[Event]) -> Iterator[Mark]:
             yield Mark(kind="resumed", step=step, text=f"resumed from step {step}")
     for event in events:
         if isinstance(event, Checkpoint):
-            yield Mark(kind=event.kind, step=event.step, text="checkpoint")
+            text = "lowest held-out loss so far" if event.best else "checkpoint"
+            yield Mark(kind=event.kind, step=event.step, text=text)
         elif isinstance(event, BadStep):
             text = f"{event.what or 'trouble'}; action: {str(event.action) or 'none'}"
             yield Mark(kind=event.kind, step=event.step, text=text)

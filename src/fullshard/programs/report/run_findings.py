@@ -18,7 +18,7 @@ from fullshard.programs.report.remedies import (
     smaller_microbatches,
 )
 from fullshard.programs.report.run_files import Run
-from fullshard.programs.report.units import duration
+from fullshard.programs.report.units import duration, size
 from fullshard.programs.run_events import BadStep, Stall, Step
 
 WARM_UP_STEPS = 5
@@ -33,6 +33,9 @@ MOST_STALLED = 3
 SPIKE_WINDOW = 25
 """Steps before a step whose losses say what loss to expect."""
 
+UNEVEN = 0.1
+"""Shards are uneven if a rank holds more than the mean by this share: memory and time follow the largest."""
+
 RISEN = 3.0
 """A run diverges if the gradient norm before a bad step is this many times the median of that window."""
 
@@ -46,6 +49,31 @@ def find_in_training(run: Run) -> Iterator[Finding]:
     yield from _stalls(run)
     yield from _spikes(run)
     yield from _slowing_down(run)
+
+
+def find_uneven_shards(run: Run) -> Iterator[Finding]:
+    """Yield a finding if some rank holds much more of the parameters than the others, which metrics alone tell."""
+    start = run.metrics.start
+    held = () if start is None else start.rank_bytes
+    if len(held) < 2 or not sum(held):
+        return
+    most, mean = max(held), sum(held) / len(held)
+    if most <= (1 + UNEVEN) * mean:
+        return
+    largest = [rank for rank, nbytes in enumerate(held) if nbytes == most]
+    text = (
+        f"{ranks_text(largest)} {'hold' if len(largest) > 1 else 'holds'} {size(most)}, the mean is {size(mean)}, and the least "
+        f"{size(min(held))}. Whole rows of a parameter go to a rank, and {len(held)} ranks do not divide them evenly. Gradients and "
+        "optimizer state are divided the same way, and all ranks wait for the largest."
+    )
+    if run.setting("sharding", "api") == "fsdp2":
+        text += ' `sharding.api = "fsdp1"` divides parameters regardless of rows.'
+    yield Finding(
+        kind="uneven shards",
+        title=f"Shards are uneven: the largest is {most / mean:.2g} times the mean",
+        text=text,
+        amount=most / mean - 1,
+    )
 
 
 def _bad_steps(run: Run) -> Iterator[Finding]:

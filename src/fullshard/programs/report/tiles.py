@@ -70,24 +70,18 @@ def _speed(run: Run) -> Iterator[Tile]:
             note=f"{left} of {start.steps} steps, {duration(1e6 * middle)} each; evaluations and checkpoints not counted",
         )
     if per_step and start.parameters:
-        yield _utilisation(start, middle, str(run.setting("compute", "precision") or ""))
+        yield from _utilisation(start, middle, str(run.setting("compute", "precision") or ""))
 
 
-def _utilisation(start: Start, step_s: float, precision: str) -> Tile:
+def _utilisation(start: Start, step_s: float, precision: str) -> Iterator[Tile]:
+    """Yield the tile, if the device's peak is known."""
     flops = FLOPS_PER_PARAMETER * start.parameters * start.tokens_per_step / step_s
     each = flops / max(1, start.world)
     assumed = f"{FLOPS_PER_PARAMETER} FLOPs per parameter and token"
     peak = peak_flops(start.device_name, precision)
     if peak is None:
-        why = (
-            "a CPU's peak is not known"
-            if start.device == "cpu"
-            else f"the peak of {start.device_name or 'the device'} in {precision or 'its precision'} is not known"
-        )
-        return Tile(
-            label="MFU", value="not known", note=f"{_flops(each)} a rank by {assumed}; {why}"
-        )
-    return Tile(
+        return
+    yield Tile(
         label="MFU",
         value=share(each / peak),
         note=f"{_flops(each)} of {_flops(peak)} a rank: {assumed}; peak of {start.device_name} in {precision}, "
@@ -109,7 +103,11 @@ def _memory(analysis: Analysis) -> Iterator[Tile]:
     peak = max((step.memory_bytes for step in steps), default=0)
     if peak > 0:
         what = "resident" if start is None or start.device == "cpu" else "allocated"
-        yield Tile(label="Peak memory", value=size(peak), note=f"{what}, of rank 0")
+        note = f"{what}, of rank 0"
+        if start is not None and 0 < start.baseline_bytes < peak:
+            base, own = size(start.baseline_bytes), size(peak - start.baseline_bytes)
+            note += f": {base} by Python, torch and the data before the model was made, {own} since"
+        yield Tile(label="Peak memory", value=size(peak), note=note)
         return
     allocated = [
         (sample.allocated, step.rank)

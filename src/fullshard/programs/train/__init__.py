@@ -8,6 +8,7 @@ The files in the order a run passes through them:
     config_fields        all fields as data: kinds of values, defaults, meanings
     config_file          reads and writes a configuration as TOML, and reports all its problems at once
     config_reference     all fields as tables
+    renamed_fields       old names of fields, which are still read
     launch               starts ranks on this machine, or joins those of a launcher
     rank_info  slurm     number, device and rendezvous of a rank, from torchrun or from Slurm
     processes            runs ranks as processes, passes signals on, and makes sure that all end
@@ -22,7 +23,7 @@ The files in the order a run passes through them:
     traced_steps         the steps that are recorded
     resume  stop         checkpoints and resuming from them; signals and bad steps
     run_events           (one folder up) what happens, as values; `metrics_file` writes it, `progress` shows it
-    wandb_run            the same for Weights & Biases
+    trackers             pass its numbers on: `tensorboard_files`, `wandb_run`, `mlflow_run`
     memory  result       memory use of a rank; the result of a run
     origin               what a path names: a run, a checkpoint of a run, or another checkpoint
     export               a checkpoint as a folder that transformers loads; `exported_model` knows such folders
@@ -37,6 +38,8 @@ Model and data:
     stored_weights       starting weights of another run, a checkpoint or a Hugging Face folder
     data                 training and held-out windows
     data_files           which files to read; `array_files` reads arrays
+    record_files         records of chats, instructions and documents; `conversations` says what a record is
+    tokenised_records    their tokens, with `chat_template`, and in windows: `packed_windows`
     tokenizer            from text to tokens and back
     held_out_split       which tokens are held out
     windows  sampler     rows of batches, and their order

@@ -13,12 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import ConfigurationError
-from fullshard.programs.train.config import RunConfig
+from fullshard.programs.train.chat_template import template_files
+from fullshard.programs.train.config import Precision, RunConfig
 from fullshard.programs.train.decoder import NORM_EPS, ROTARY_BASE, Decoder
 from fullshard.programs.train.decoder_shape import VOCABULARY_UNKNOWN, DecoderShape, decoder_shape
 from fullshard.programs.train.exported_model import ExportForm
+from fullshard.programs.train.packed_windows import visible
 from fullshard.programs.train.tokenizer import open_tokenizer
 from fullshard.programs.train.weights import DrawnWeights, fill, seed_of
+
+DTYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16"}
+"""Dtypes of weights, as transformers names them."""
 
 LLAMA_NAMES = {
     "embed": "model.embed_tokens",
@@ -44,6 +49,7 @@ class BuiltInDecoder:
     def __init__(self, config: RunConfig) -> None:
         """Take the sizes from the configuration, and the vocabulary from there or the tokenizer."""
         self.tokenizer = open_tokenizer(config)
+        self._config = config
         self._context = config.data.context
         vocabulary = config.model.vocabulary or self.tokenizer.vocabulary
         if vocabulary is None:
@@ -67,14 +73,18 @@ class BuiltInDecoder:
         """Draw its starting weights."""
         fill(model, starting_weights(self.shape, seed=seed))
 
-    def scores(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Return the model's scores."""
-        scores: Tensor = model(tokens)
+    def scores(self, model: nn.Module, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Return the model's scores. Rotary positions are relative, so they go on from one segment to the next."""
+        scores: Tensor = model(tokens, None if segments is None else visible(segments))
         return scores
 
     def export_form(self) -> ExportForm:
         """Return its form as a Llama."""
-        companions = (LlamaConfiguration(self.shape, self._context), self.tokenizer)
+        companions = (
+            LlamaConfiguration(self.shape, self._context, DTYPES[self._config.model.dtype]),
+            self.tokenizer,
+            *template_files(self._config),
+        )
         return ExportForm(companions=companions, rename=llama_name)
 
 
@@ -117,6 +127,7 @@ class LlamaConfiguration:
 
     shape: DecoderShape
     context: int
+    dtype: str
 
     def save_pretrained(self, folder: Path) -> None:
         """Write `config.json`."""
@@ -137,7 +148,7 @@ class LlamaConfiguration:
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": False,
-            "torch_dtype": "float32",
+            "torch_dtype": self.dtype,
             # The defaults are tokens of Llama's own tokenizer.
             "bos_token_id": None,
             "eos_token_id": None,

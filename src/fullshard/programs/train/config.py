@@ -30,11 +30,12 @@ from fullshard.programs.train.limits import Limits
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 Size = Literal["tiny", "small", "medium", "large"]
-Tokens = Literal["auto", "text", "array"]
+Tokens = Literal["auto", "text", "array", "records"]
+Learned = Literal["answers", "all"]
 TokenDtype = Literal["uint8", "uint16", "int32", "int64"]
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "muon", "adamw8bit"]
 Schedule = Literal["cosine", "linear", "constant"]
-Door = Literal["fully_shard", "wrapper"]
+Api = Literal["fsdp2", "fsdp1"]
 Grouping = Literal["blocks", "plan"]
 Precision = Literal["fp32", "bf16"]
 Blocks = Literal["none", "blocks"]
@@ -116,6 +117,10 @@ class ModelSection:
     """Start from the weights of another run (its folder: the newest checkpoint), of a checkpoint of any format, or of a
     Hugging Face folder. Step, schedule and optimizer start afresh."""
 
+    dtype: Precision = field(default="fp32", metadata=FIXED)
+    """Dtype of the weights between steps. bf16 halves the memory of weights, gradients and optimizer state, but small updates are
+    lost in rounding."""
+
     weights_strict: bool = field(default=True, metadata=FIXED)
     """Names and shapes of `weights` must be those of the model. false: parameters without a fitting weight are
     initialised at random, and other weights are left out."""
@@ -158,21 +163,30 @@ class DataSection:
     """File or folder. Not set: the sources of Python's standard library."""
 
     kind: Tokens = field(default="auto", metadata=FIXED)
-    """text (files are tokenised when the run starts) or array (`.npy`, or `.bin` without a header, read when it is used);
-    auto goes by the file's name."""
+    """text (files are tokenised when the run starts), array (`.npy`, or `.bin` without a header, read when it is used) or
+    records (chats, instructions or documents in `.jsonl`, `.parquet` or compressed files); auto goes by the file's name."""
 
     dtype: TokenDtype = field(default="uint16", metadata=FIXED)
     """Dtype of the tokens in a `.bin` file."""
 
     tokenizer: Path | None = field(default=None, metadata=FIXED)
-    """Folder or file of a Hugging Face tokenizer for text. Not set: the tokenizer in the model's folder if it has one,
+    """Folder or file of a Hugging Face tokenizer for text and records. Not set: the tokenizer in the model's folder if it has one,
     otherwise bytes."""
 
     context: PositiveCount = field(default=128, metadata=FIXED)
     """Tokens the model sees at once."""
 
     held_out: ProperFraction = field(default=0.05, metadata=FIXED)
-    """Share of the tokens, from the end, that is held out for evaluation."""
+    """Share of the tokens, or of the records, from the end, that is held out for evaluation."""
+
+    loss_on: Learned = field(default="answers", metadata=FIXED)
+    """What is learned of chats and instructions: the answers, or all tokens. Of documents, all tokens are."""
+
+    packing: bool = field(default=True, metadata=FIXED)
+    """Put several records into one window, where no token sees those of another record. false: each has its own window."""
+
+    template: Path | None = field(default=None, metadata=FIXED)
+    """File with the chat template, in Jinja. Not set: the tokenizer's; a plain one if it has none."""
 
     max_bytes: PositiveCount | None = field(default=None, metadata=FIXED)
     """Most bytes of text to read. Not set: all of it, and 8 million bytes of the standard library."""
@@ -276,8 +290,8 @@ class ScheduleSection:
 class ShardingSection:
     """How the model is spread over the ranks."""
 
-    door: Door = "fully_shard"
-    """fully_shard, or wrapper: FullyShardedDataParallel, which adds up microbatches in the dtype of compute."""
+    api: Api = "fsdp2"
+    """fsdp2 (fully_shard), or fsdp1: FullyShardedDataParallel, which adds up microbatches in the dtype of compute."""
 
     groups: Grouping = "blocks"
     """One group per block, or the groups of `plan_groups`, which merges small blocks."""
@@ -303,7 +317,7 @@ class ComputeSection:
     """fp32, or bf16: compute in bfloat16, keep parameters and reduce gradients in float32."""
 
     wire: Precision = field(default="fp32", metadata=FIXED)
-    """Dtype of gradients on the wire; with bf16 they are still summed in float32."""
+    """Dtype in which gradients travel between ranks; with bf16 they are still summed in float32."""
 
     checkpoint_activations: Recomputation = "none"
     """Recompute the activations of blocks in backward instead of keeping them. selective: keep the results of
@@ -316,6 +330,16 @@ class ComputeSection:
     """Capture forward, backward and clipping in a CUDA graph after three steps, and replay it. It has an effect only
     on CUDA."""
 
+    fuse_gradients: bool | None = None
+    """Let the backward of linear layers write weight gradients where they are reduced: less memory traffic and, on a GPU, no
+    rounding before the sum, for the memory of one more reduction. Not set: in captured steps (`graph`), which it makes faster."""
+
+    def fuses_gradients(self, device_type: str) -> bool:
+        """Return whether weight gradients are written where they are reduced, on devices of this type."""
+        if self.fuse_gradients is None:
+            return self.graph and device_type == "cuda"
+        return self.fuse_gradients
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationSection:
@@ -326,6 +350,9 @@ class EvaluationSection:
 
     windows: PositiveCount = 64
     """At most this many windows, spread evenly."""
+
+    patience: Count = 0
+    """End the run when this many evaluations in a row have found no lower loss; 0 for never."""
 
     ema: bool = False
     """Evaluate the averages of `optimizer.ema`, and generate the samples with them."""
@@ -340,6 +367,9 @@ class CheckpointSection:
 
     keep: PositiveCount = 2
     """Number of the newest checkpoints to keep."""
+
+    best: bool = False
+    """Keep the weights with the lowest held-out loss so far in `best`, and export them at the end (`export`)."""
 
     only_trainable: bool = False
     """Leave frozen parameters out (`model.trainable`). They are saved once, in `base`, unless the Hugging Face folder
@@ -373,6 +403,10 @@ class LogSection:
     every: PositiveCount = 1
     """Steps between lines of `metrics.jsonl`."""
 
+    console: PositiveCount | None = None
+    """Without a terminal: steps between lines of progress. Not set: a tenth of the run. After a minute there is a line in any
+    case."""
+
     tensorboard: bool = False
     """Write metrics for TensorBoard, too; needs the package tensorboard."""
 
@@ -385,6 +419,13 @@ class LogSection:
 
     wandb_offline: bool = False
     """Send nothing, and write to the folder `wandb` what `wandb sync` sends later."""
+
+    mlflow: bool = False
+    """Send metrics to MLflow, too; needs the package mlflow, which reads its environment variables (MLFLOW_TRACKING_URI,
+    ...)."""
+
+    mlflow_experiment: str = "fullshard"
+    """Experiment of MLflow in which the run appears."""
 
     report: bool = True
     """Write `report.html` at the end; needs the package plotly."""
@@ -429,16 +470,16 @@ class RunConfig:
         """Yield the problems that do not depend on the machine or the number of ranks."""
         yield from self.model.problems()
         yield from self.data.problems()
-        if self.sharding.offload and self.sharding.door == "wrapper":
+        if self.sharding.offload and self.sharding.api == "fsdp1":
             yield Problem(
-                ("sharding.offload", "sharding.door"),
-                "sharding.offload is for fully_shard only, and sharding.door is wrapper. Leave one of them out.",
+                ("sharding.offload", "sharding.api"),
+                "sharding.offload is for fsdp2 only, and sharding.api is fsdp1. Leave one of them out.",
             )
-        if self.sharding.prefetch != 1 and self.sharding.door == "wrapper":
+        if self.sharding.prefetch != 1 and self.sharding.api == "fsdp1":
             yield Problem(
-                ("sharding.prefetch", "sharding.door"),
-                f"sharding.prefetch is for fully_shard only: the wrapper gathers 1 group ahead, and not "
-                f"{self.sharding.prefetch}. Leave it out, or sharding.door.",
+                ("sharding.prefetch", "sharding.api"),
+                f"sharding.prefetch is for fsdp2 only: fsdp1 gathers 1 group ahead, and not "
+                f"{self.sharding.prefetch}. Leave it out, or sharding.api.",
             )
         if self.checkpoint.only_trainable and self.model.trainable is None:
             yield Problem(
@@ -446,6 +487,22 @@ class RunConfig:
                 "checkpoint.only_trainable leaves frozen parameters out, and all are trained. Say with model.trainable which "
                 "are, or leave it out.",
             )
+        if self.model.dtype == "bf16" and self.compute.precision != "bf16":
+            yield Problem(
+                ("model.dtype", "compute.precision"),
+                "Weights that are in bfloat16 between steps are computed with in bfloat16: model.dtype is bf16, and "
+                f"compute.precision is {self.compute.precision}. Set compute.precision to bf16, or leave model.dtype out.",
+            )
+        for name, is_wanted in (
+            ("evaluation.patience", self.evaluation.patience > 0),
+            ("checkpoint.best", self.checkpoint.best),
+        ):
+            if is_wanted and not self.evaluation.every:
+                yield Problem(
+                    (name, "evaluation.every"),
+                    f"{name} needs evaluations between the steps, and evaluation.every is 0. Set it, for instance to "
+                    f"{max(1, self.train.steps // 10)}, or leave {name} out.",
+                )
         for name, is_set in (
             ("evaluation.ema", self.evaluation.ema),
             ("checkpoint.export_ema", self.checkpoint.export_ema),

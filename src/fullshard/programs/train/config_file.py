@@ -21,6 +21,7 @@ from fullshard import __version__
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train.config import Problem, RunConfig
 from fullshard.programs.train.config_fields import ConfigField, config_sections
+from fullshard.programs.train.renamed_fields import renamed
 
 Check = Callable[[RunConfig], Iterable[Problem]]
 
@@ -140,6 +141,8 @@ class _Reading:
 
     def _add_value(self, full_name: str, candidates: Sequence[Any], *, source: str) -> None:
         """Give a field the first of the candidates that it can take."""
+        new = [renamed(full_name, candidate) for candidate in candidates]
+        full_name, candidates = new[0][0], [candidate for _, candidate in new]
         field = _find(full_name)
         if field is None:
             self.problems.append(

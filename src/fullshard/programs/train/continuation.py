@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from fullshard.checkpoint import latest
 from fullshard.errors import ConfigurationError
+from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.data_record import DataRecord, read_record
 from fullshard.programs.train.earlier_starts import EarlierStarts
+from fullshard.programs.train.optimizer import learning_rate
 from fullshard.programs.train.run_folder import RunFolder, step_of_checkpoint
 
 ANEW = "start a new run with --fresh, which moves this one aside, or in another folder (run.folder)"
 
 
-def check_continuation(folder: RunFolder, earlier: EarlierStarts, data: DataRecord) -> str:
-    """Raise unless the run can go on, or has not saved anything yet. Return what the user should know, or nothing.
+def check_continuation(
+    folder: RunFolder, config: RunConfig, earlier: EarlierStarts, data: DataRecord
+) -> list[str]:
+    """Raise unless the run can go on, or has not saved anything yet. Return what the user should know.
 
     Raises:
         ConfigurationError: its checkpoints are gone, so it would begin again at step 0; or its data have changed, so others
@@ -26,7 +30,7 @@ def check_continuation(folder: RunFolder, earlier: EarlierStarts, data: DataReco
                 f"The run in {folder.path} has saved a checkpoint of step {earlier.saved_step}, as its metrics say, and there is "
                 f"none in {folder.checkpoints}. It would begin again at step 0. Put the checkpoints back; or {ANEW}."
             )
-        return ""
+        return []
     stored = read_record(folder.data)
     if stored not in (None, data):
         change = f"{stored} then, {data} now" if str(stored) != str(data) else "other tokens"
@@ -37,9 +41,30 @@ def check_continuation(folder: RunFolder, earlier: EarlierStarts, data: DataReco
             f"{folder.data}."
         )
     step = step_of_checkpoint(newest)
-    if step is not None and step < earlier.saved_step:
-        return (
+    if step is None:
+        return []
+    notes = [_schedule_note(config, earlier, step)]
+    if step < earlier.saved_step:
+        notes.append(
             f"Going on after step {step}: the checkpoint of step {earlier.saved_step}, which the run had saved, is not there "
             "any more, or cannot be read."
         )
-    return ""
+    return [note for note in notes if note]
+
+
+def _schedule_note(config: RunConfig, earlier: EarlierStarts, step: int) -> str:
+    """Return how another number of steps changes the learning rate after a step; empty if it does not."""
+    steps = config.train.steps
+    if not earlier.steps:
+        return ""
+
+    def rate(done: int, of: int) -> float:
+        return learning_rate(done, highest=config.optimizer.lr, steps=of, section=config.schedule)
+
+    if rate(step, steps) == rate(step, earlier.steps):
+        return ""
+    verb = "stretches" if steps > earlier.steps else "shortens"
+    return (
+        f"train.steps was {earlier.steps} and is {steps}, which {verb} the schedule: the learning rate was "
+        f"{rate(max(step - 1, 0), earlier.steps):.1e} at step {step}, and is {rate(step, steps):.1e} at step {step + 1}."
+    )

@@ -1,7 +1,7 @@
 """The data of a run: training windows, held-out windows, and the tokenizer.
 
-Text is read and tokenised when a run starts, as one sequence. Arrays are read when they are used; each file is a sequence of
-its own.
+Text is read and tokenised when a run starts, as one sequence. So are records (`tokenised_records`), each for itself. Arrays are
+read when they are used; each file is a sequence of its own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from fullshard.programs.train.data_files import (
 )
 from fullshard.programs.train.held_out_split import training_lengths
 from fullshard.programs.train.model_source import ModelSource
+from fullshard.programs.train.tokenised_records import Prompts, tokenise_records
 from fullshard.programs.train.tokenizer import Bytes, Tokenizer
-from fullshard.programs.train.windows import Tokens, Windows, check_tokens, tokens_in
+from fullshard.programs.train.windows import Rows, Tokens, Windows, check_tokens, tokens_in
 
 OPENING_LENGTH = 24
 """Most tokens of an opening."""
@@ -48,8 +49,8 @@ class Data:
     left_out: str
     """What of the source is not read, and why, in one line; empty if all is."""
 
-    training: Windows
-    held_out: Windows
+    training: Rows
+    held_out: Rows
     """At least one window each."""
 
     tokenizer: Tokenizer
@@ -57,8 +58,13 @@ class Data:
     split: tuple[tuple[Tokens, int], ...]
     """All sequences, each with the number of its tokens that are for training."""
 
+    prompts: Prompts | None = None
+    """How the model is asked, if the data are records."""
+
     def opening(self) -> list[int]:
         """Return the first tokens of the held-out data, for a model to go on from. Bytes of broken characters are left out."""
+        if self.prompts is not None:
+            return list(self.prompts.opening)
         row = self.held_out.rows([0])[0].tolist()
         tokens = row[: min(OPENING_LENGTH, (len(row) + 1) // 2)]
         if isinstance(self.tokenizer, Bytes):
@@ -77,6 +83,8 @@ def open_data(config: RunConfig, model: ModelSource) -> Data:
     section = config.data
     files = data_files(section)
     left_out = [str(each) for each in files.left_out]
+    if files.kind == "records":
+        return _open_records(files, config, model, left_out)
     if files.kind == "text":
         text = _read_text(files)
         left_out += text.left_out
@@ -104,6 +112,23 @@ def open_data(config: RunConfig, model: ModelSource) -> Data:
         ),
         tokenizer=model.tokenizer,
         split=split,
+    )
+
+
+def _open_records(
+    files: DataFiles, config: RunConfig, model: ModelSource, left_out: list[str]
+) -> Data:
+    found = tokenise_records(files, config, model.tokenizer)
+    sequence = tokens_in(files.source, found.tokens)
+    check_tokens(sequence, model.vocabulary)
+    return Data(
+        source=f"{files.source}: {found.summary}",
+        left_out="; ".join([*left_out, *found.left_out]),
+        training=found.training,
+        held_out=found.held_out,
+        tokenizer=model.tokenizer,
+        split=((sequence, len(sequence)),),
+        prompts=found.prompts,
     )
 
 

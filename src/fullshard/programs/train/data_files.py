@@ -3,6 +3,7 @@
     no path         the sources of Python's standard library, which every machine has
     text            a file, or every text file under a folder
     array           tokens in a `.npy` or `.bin` file, or in every such file under a folder
+    records         chats, instructions or documents: see `record_files`
 
 Everything in a folder that a user names is read, except for what `DataFiles.left_out` lists; `data` adds what it finds only
 when it reads. Files are sorted by path, so all ranks find the same order. This file imports no torch, so a wrong path is
@@ -20,8 +21,9 @@ from typing import Literal
 
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train.config import DataSection
+from fullshard.programs.train.record_files import can_have_records, is_of_records
 
-Kind = Literal["text", "array"]
+Kind = Literal["text", "array", "records"]
 
 ARRAY_SUFFIXES = (".npy", ".bin")
 
@@ -32,6 +34,15 @@ NOT_LIBRARY = frozenset(
 
 LIBRARY_BYTES = 8_000_000
 """How much of the standard library is read, unless `data.max_bytes` says otherwise."""
+
+WHAT: dict[Kind, str] = {
+    "text": "text files",
+    "array": f"{' or '.join(ARRAY_SUFFIXES)} files",
+    "records": "files of records (.jsonl, .parquet, compressed ones)",
+}
+"""Files of each kind, for messages."""
+
+NONE_OF: dict[Kind, str] = {"array": "no arrays", "records": "no records"}
 
 BY_NAME = "to read one, name it with data.path"
 
@@ -103,12 +114,21 @@ def data_files(section: DataSection) -> DataFiles:
     except OSError as error:
         raise ConfigurationError(f"data.path must be readable: {error}.") from error
     if not files.paths:
-        what = "text files" if files.kind == "text" else f"{' or '.join(ARRAY_SUFFIXES)} files"
         raise ConfigurationError(
-            f"There is nothing to learn from: found no {what} in {files.source}. "
+            f"There is nothing to learn from: found no {WHAT[files.kind]} in {files.source}. "
             "Name a file or a folder with data.path."
         )
     return files
+
+
+def has_records(section: DataSection) -> bool:
+    """Say whether a run learns from records, also when they have gone, as long as the configuration tells."""
+    if section.kind != "auto":
+        return section.kind == "records"
+    try:
+        return data_files(section).kind == "records"
+    except ConfigurationError:
+        return False
 
 
 def _found(section: DataSection) -> DataFiles:
@@ -127,6 +147,11 @@ def _found(section: DataSection) -> DataFiles:
             raise ConfigurationError(
                 f"Arrays of tokens are {' or '.join(ARRAY_SUFFIXES)} files, but data.path is {path}. "
                 'Rename it, or set data.kind to "text".'
+            )
+        if kind == "records" and not can_have_records(path):
+            raise ConfigurationError(
+                f"Records are read from .jsonl, .json, .parquet and compressed files, but data.path is {path}. Rename it, or leave "
+                "data.kind out."
             )
         if kind == "auto" and _kind_of(path) == "text":
             _refuse_binary(path)
@@ -164,13 +189,14 @@ def _in_folder(folder: Path, section: DataSection) -> DataFiles:
     skipped: list[Path] = []
     files = tuple(_walk(folder, skipped))
     left_out = left_out_of(folder, skipped, "hidden, or a link to a folder", BY_NAME)
-    arrays = tuple(file for file in files if _kind_of(file) == "array")
-    if section.kind == "array" or (section.kind == "auto" and arrays):
-        others = [file for file in files if _kind_of(file) != "array"]
-        left_out += left_out_of(folder, others, "no arrays", 'data.kind = "text" reads them')
-        return DataFiles(
-            source=f"the folder {folder}", kind="array", paths=arrays, left_out=left_out
-        )
+    for kind, none in NONE_OF.items():
+        chosen = tuple(file for file in files if _is_of(file, kind, section.kind))
+        if section.kind == kind or (section.kind == "auto" and chosen):
+            others = [file for file in files if file not in chosen]
+            left_out += left_out_of(folder, others, none, 'data.kind = "text" reads them')
+            return DataFiles(
+                source=f"the folder {folder}", kind=kind, paths=chosen, left_out=left_out
+            )
     return DataFiles(
         source=f"the folder {folder}",
         kind="text",
@@ -178,6 +204,13 @@ def _in_folder(folder: Path, section: DataSection) -> DataFiles:
         left_out=left_out,
         max_bytes=section.max_bytes,
     )
+
+
+def _is_of(file: Path, kind: Kind, wanted: str) -> bool:
+    """Say whether a file in a folder is of a kind. A `.json` file has records only where records are wanted."""
+    if kind == wanted == "records":
+        return can_have_records(file)
+    return _kind_of(file) == kind
 
 
 def left_out_of(
@@ -189,7 +222,9 @@ def left_out_of(
 
 
 def _kind_of(file: Path) -> Kind:
-    return "array" if file.suffix in ARRAY_SUFFIXES else "text"
+    if file.suffix in ARRAY_SUFFIXES:
+        return "array"
+    return "records" if is_of_records(file) else "text"
 
 
 def _walk(

@@ -33,15 +33,17 @@ class Attention(nn.Module):
         self.value = nn.Linear(shape.width, shape.width, bias=False)
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix each position with those before it."""
+    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
+        """Mix each position with those before it, or with those that are visible to it: (batch, 1, length, length)."""
         batch, length, width = x.shape
         # (batch, length, width) -> (batch, heads, length, width / heads)
         query, key, value = (
             matrix(x).view(batch, length, self.heads, -1).transpose(1, 2)
             for matrix in (self.query, self.key, self.value)
         )
-        mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            rotate(query), rotate(key), value, attn_mask=visible, is_causal=visible is None
+        )
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -71,9 +73,9 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(shape.width, eps=NORM_EPS)
         self.feed_forward = SwiGLU(shape)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
         """Add the outputs of attention and SwiGLU to the residual stream."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), visible)
         x = x + self.feed_forward(self.feed_forward_norm(x))
         return x
 
@@ -89,11 +91,16 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(shape.width, eps=NORM_EPS)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return scores (batch, length, vocabulary) for the token after each of `tokens` (batch, length)."""
+    def forward(self, tokens: Tensor, visible: Tensor | None = None) -> Tensor:
+        """Return scores (batch, length, vocabulary) for the token after each of `tokens` (batch, length).
+
+        Args:
+            tokens: What is read.
+            visible: Which tokens each token sees (batch, 1, length, length); by default itself and all before it.
+        """
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, visible)
         scores: Tensor = self.head(self.norm(x))
         return scores
 

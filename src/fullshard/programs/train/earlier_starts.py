@@ -31,6 +31,9 @@ class EarlierStarts:
     skipped: tuple[int, ...] = ()
     """Numbers of steps whose updates were skipped. Some may be after the checkpoint that the next start goes on from."""
 
+    steps: int = 0
+    """Of the whole run, as its last start planned it; 0 if it is not known."""
+
     saved_step: int = 0
     """The step of the last checkpoint that became complete; 0 if there was none."""
 
@@ -44,10 +47,11 @@ def read_earlier_starts(metrics: Path) -> EarlierStarts:
     count, seconds, began_s, last_s = 0, 0.0, 0.0, 0.0
     first_step, first_evaluation = None, None
     skipped: list[int] = []
-    saved_step = 0
+    saved_step, steps = 0, 0
     for time_s, event in read_timed_events(metrics):
         if isinstance(event, Start):
             count += 1
+            steps = event.steps
             seconds += max(last_s - began_s, 0.0)
             began_s = time_s
         last_s = time_s
@@ -57,7 +61,7 @@ def read_earlier_starts(metrics: Path) -> EarlierStarts:
             first_evaluation = first_evaluation or event
         elif isinstance(event, BadStep) and event.action == "skip":
             skipped.append(event.step)
-        elif isinstance(event, Checkpoint):
+        elif isinstance(event, Checkpoint) and not event.best:
             saved_step = event.step
     return EarlierStarts(
         count=count,
@@ -65,5 +69,6 @@ def read_earlier_starts(metrics: Path) -> EarlierStarts:
         first_step=first_step,
         first_evaluation=first_evaluation,
         skipped=tuple(skipped),
+        steps=steps,
         saved_step=saved_step,
     )

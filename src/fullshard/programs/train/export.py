@@ -34,16 +34,20 @@ from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.run_folder import RunFolder
 
 
-def export_newest(folder: RunFolder, source: ModelSource, *, ema: bool = False) -> ExportMark:
+def export_newest(
+    folder: RunFolder, source: ModelSource, *, ema: bool = False, best: bool = False
+) -> ExportMark:
     """Export the newest checkpoint of a run to its folder `model`, unless that was done before. All ranks call it.
 
-    With ``ema``, the averages of the parameters are exported.
+    With ``ema``, the averages of the parameters are exported; with ``best``, the weights with the lowest held-out loss.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read, or the folder cannot be written; the same on all
             ranks. An earlier export is unchanged.
     """
-    path = RankGroup().on_first(lambda: newest_checkpoint(folder))
+    path = RankGroup().on_first(
+        lambda: folder.best if best and folder.best.exists() else newest_checkpoint(folder)
+    )
     return export_checkpoint(path, source.export_form(), folder.exported_model, ema=ema)
 
 

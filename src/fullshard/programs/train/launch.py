@@ -194,7 +194,7 @@ def problems_here(config: RunConfig, *, fresh: bool = False) -> Iterator[Problem
             ("model.weights",),
             f"model.weights must be the folder of a run, a checkpoint or a Hugging Face folder; there is nothing at {weights}.",
         )
-    for package in ("tensorboard", "wandb"):
+    for package in ("tensorboard", "wandb", "mlflow"):
         if getattr(config.log, package) and importlib.util.find_spec(package) is None:
             yield Problem(
                 (f"log.{package}",),

@@ -37,6 +37,7 @@ from fullshard.comm.step_guard import StepFailure
 from fullshard.comm.watchdog import stalls
 from fullshard.engine.graphed_step import graphed
 from fullshard.engine.guarded_step import guarded_step
+from fullshard.programs.console.tables import counted
 from fullshard.programs.run_events import (
     BadStep,
     BadStepAction,
@@ -51,7 +52,7 @@ from fullshard.programs.run_events import (
 )
 from fullshard.programs.train.config import RunConfig, TrainSection
 from fullshard.programs.train.data import Data
-from fullshard.programs.train.evaluation import held_out_loss, window_losses
+from fullshard.programs.train.evaluation import held_out_loss, scale_of, window_losses
 from fullshard.programs.train.memory import device_name, memory_bytes
 from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.optimizer import (
@@ -125,6 +126,7 @@ class Training:
         """Build the model, and load the newest checkpoint if there is one. All ranks call it."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.job, self.config, self.watch = job, job.config, watch
+        self._baseline_bytes = memory_bytes(job.device) if job.device.type == "cpu" else 0
         self.model = build_model(job.config, job.source, job.device)
         self.optimizer = build_optimizer(job.config.optimizer, self.model)
         self.cost = OptimizerCost(self.optimizer, job.device)
@@ -141,10 +143,12 @@ class Training:
         self._weights = ""
         """Where the starting weights come from, for people; empty if they were drawn, or if the run is resumed."""
         self.state = self.checkpoints.resume() or self._begin()
-        self._gradients: Callable[[Tensor], tuple[Tensor, Tensor]] = self._compute_clipped_gradients
+        self._gradients: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]] = (
+            self._compute_clipped_gradients
+        )
         if job.config.compute.graph:
             self._gradients = graphed(
-                self._compute_clipped_gradients, (self._windows(),), model=self.model.module
+                self._compute_clipped_gradients, self._windows(), model=self.model.module
             )
         self.result = TrainResult(tokens=self.state.tokens)
         self.peak_bytes = 0
@@ -165,7 +169,7 @@ class Training:
         with TracedSteps(
             config.trace, self.model.module, self.job.folder.trace, rank=self.rank
         ) as traced:
-            while self.state.step < config.train.steps:
+            while self.state.step < config.train.steps and not self._ends_early:
                 traced.begin(self.state.step + 1)
                 is_asked_to_stop = self._take_step()
                 traced.end(self.state.step)
@@ -176,13 +180,19 @@ class Training:
                     self._between_steps()
         # The checkpoint comes first, so that a run that is killed from here on need not repeat steps.
         self.checkpoints.save(self.state)
-        self._evaluate()
+        if self.state.step >= config.train.steps:
+            self._evaluate()
+        else:
+            worse = counted(self.state.worse_evaluations, "evaluation")
+            why = f"evaluation.patience: no lower held-out loss in {worse}"
+            self.watch(Stopped(step=self.state.step, why=why))
         self.checkpoints.finish()
         if config.samples.count:
             self._write_samples()
         self._tell_stalls()
         self.result.seconds = time.perf_counter() - began
-        self.watch(End(step=self.state.step, seconds=self.result.seconds))
+        patience = 0 if self.state.step >= config.train.steps else config.evaluation.patience
+        self.watch(End(step=self.state.step, seconds=self.result.seconds, patience=patience))
         return self.result
 
     # --- one step -------------------------------------------------------------------------------------
@@ -239,10 +249,10 @@ class Training:
         torch.manual_seed(seed_of_step(self.config.run.seed, self.state.step, self.rank))
         if self.config.train.on_error == "stop":
             # Nothing is guarded: where one rank fails, all end.
-            loss, norm = self._gradients(self._windows())
+            loss, norm = self._gradients(*self._windows())
             return loss, norm, None
         with guarded_step(self.model.module, on_error="skip") as step:
-            loss = self._compute_gradients(self._windows())
+            loss = self._compute_gradients(*self._windows())
         if step.failed:
             device = self.job.device
             return (
@@ -252,15 +262,18 @@ class Training:
             )
         return loss, self._clip(), None
 
-    def _compute_clipped_gradients(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_clipped_gradients(
+        self, windows: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Compute and clip gradients; return the loss of this rank and their norm. With `compute.graph` it is captured."""
-        return self._compute_gradients(windows), self._clip()
+        return self._compute_gradients(windows, scale), self._clip()
 
-    def _compute_gradients(self, windows: Tensor) -> Tensor:
+    def _compute_gradients(self, windows: Tensor, scale: Tensor | None) -> Tensor:
         """Compute the gradients of the global batch's mean loss, and return the mean loss of this rank's windows.
 
         All ranks have the same number of windows and gradients are averaged over ranks, so the mean over all windows is
-        the mean of the ranks' means. A microbatch counts by its number of windows.
+        the mean of the ranks' means. A microbatch counts by its number of windows. Windows of records have few or many targets:
+        ``scale`` makes the mean over windows that over all targets of the batch.
         """
         num_rows = len(windows)
         micro_rows = num_rows // self.config.train.accumulate
@@ -269,7 +282,7 @@ class Training:
             is_last = first + micro_rows == num_rows
             with nullcontext() if is_last else self.model.accumulating():
                 microbatch = windows[first : first + micro_rows]
-                losses = window_losses(self.job.source, self.model.module, microbatch)
+                losses = window_losses(self.job.source, self.model.module, microbatch, scale)
                 loss = losses.sum() / num_rows
                 loss.backward()
             total += loss.detach()
@@ -279,8 +292,8 @@ class Training:
         """Scale the gradients down to the largest norm, and return their norm before."""
         return self.model.clip_gradients(self.config.train.clip or math.inf).to(self.job.device)
 
-    def _windows(self) -> Tensor:
-        """Return this rank's windows of the step, on the device."""
+    def _windows(self) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's windows of the step, and the factor of their losses, on the device."""
         batch = self.config.train.batch
         drawn = self.sampler.windows(self.state.position, batch)
         num_rows = batch // self.world
@@ -289,7 +302,10 @@ class Training:
         )
         if self.job.device.type == "cuda":
             windows = windows.pin_memory()  # otherwise the host would wait for the copy
-        return windows.to(self.job.device, non_blocking=True)
+        return (
+            windows.to(self.job.device, non_blocking=True),
+            scale_of(self.job.data.training, drawn, self.job.device),
+        )
 
     def _agree(self, loss: Tensor, norm: Tensor) -> Agreement:
         """Agree with all ranks about the step, whose gradients have this norm."""
@@ -344,10 +360,16 @@ class Training:
         self.checkpoints.notice_completed()
         if step == self.config.train.steps:
             return  # `run` does the same things at the end
-        if self.checkpoints.is_due(step):
-            self.checkpoints.save(self.state)
+        # First, because a checkpoint has the lowest loss until then.
         if every and step % every == 0:
             self._evaluate()
+        if self.checkpoints.is_due(step):
+            self.checkpoints.save(self.state)
+
+    @property
+    def _ends_early(self) -> bool:
+        """Whether the evaluations of late have found no lower loss. All ranks have the same losses."""
+        return 0 < self.config.evaluation.patience <= self.state.worse_evaluations
 
     def _evaluate(self) -> None:
         config = self.config
@@ -362,6 +384,8 @@ class Training:
             )
         self.result.evaluations[self.state.step] = loss
         self.watch(Evaluation(step=self.state.step, loss=loss))
+        if self.state.note_evaluation(loss) and config.checkpoint.best:
+            self.checkpoints.save_best(self.state)
 
     def _weights_to_show(self) -> AbstractContextManager[None]:
         """Let the model have the weights that are evaluated within the block: the trained ones, or their averages."""
@@ -377,6 +401,7 @@ class Training:
                 self.job.data.tokenizer,
                 self.config.samples,
                 opening=self.job.data.opening(),
+                prompts=self.job.data.prompts,
                 seed=self.config.run.seed,
                 context=self.config.data.context,
                 device=self.job.device,
@@ -432,6 +457,7 @@ class Training:
             parameters=self.model.unsharded.num_elements,
             unsharded_bytes=self.model.unsharded.num_bytes,
             rank_bytes=tuple(RankGroup().collect(self.model.bytes_at_rest())),
+            baseline_bytes=self._baseline_bytes,
             tokens_per_step=config.train.batch * config.data.context,
             steps=config.train.steps,
             model=", ".join(filter(None, (self.job.source.description, self._weights))),

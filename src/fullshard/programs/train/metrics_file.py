@@ -1,4 +1,4 @@
-"""Events as files: `metrics.jsonl`, whose lines `run_events` makes and reads, and TensorBoard's.
+"""Events as a file: `metrics.jsonl`, whose lines `run_events` makes and reads.
 
 A process can be killed while it writes a line, so the next process begins on a line of its own. After a resume some steps
 are written again: the last record of a kind and step counts.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fullshard.programs.run_events import Evaluation, Event, Start, Step, line_of
+from fullshard.programs.run_events import Event, Start, Step, line_of
 
 
 class MetricsFile:
@@ -44,37 +44,3 @@ def _is_cut(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(content_end - 1)
         return file.read(1) != b"\n"
-
-
-def numbers_of(event: Event) -> dict[str, float]:
-    """Return the numbers of an event that are drawn as curves, by name; none for most kinds of events."""
-    if isinstance(event, Step):
-        names = ("loss", "grad_norm", "lr", "step_s", "memory_bytes")
-        return {f"train/{name}": getattr(event, name) for name in names}
-    return {"held_out/loss": event.loss} if isinstance(event, Evaluation) else {}
-
-
-class TensorBoardFiles:
-    """A watcher that writes curves for TensorBoard."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._folder = folder
-        self._writer_class = SummaryWriter
-        self._writer: SummaryWriter | None = None
-
-    def __call__(self, event: Event) -> None:
-        """Write the numbers of steps and evaluations."""
-        if isinstance(event, Start):
-            # Steps that are taken again after a resume must not be drawn twice.
-            first = None if event.resumed_from is None else event.resumed_from + 1
-            self._writer = self._writer_class(str(self._folder), purge_step=first)
-        assert self._writer is not None, "runs begin with their start"
-        for name, value in numbers_of(event).items():
-            self._writer.add_scalar(name, value, event.step)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._writer is not None:
-            self._writer.close()

@@ -8,6 +8,7 @@ from typing import get_args
 
 from fullshard.errors import ConfigurationError
 from fullshard.files import local_path
+from fullshard.programs.named_models.published import nearest_name, published_folder
 from fullshard.programs.train.config import Size
 from fullshard.programs.train.config_file import toml_value
 from fullshard.programs.train.run_folder import CONFIG
@@ -45,13 +46,19 @@ def file_and_settings(model: str, *, takes_factories: bool = True) -> tuple[Path
         return None, [f"model.huggingface={toml_value(path)}"]
     if path.is_file():
         return path, []
+    published = published_folder(model)
+    if published is not None:
+        return None, [f"model.huggingface={toml_value(published)}"]
     known = [
         f"a size ({', '.join(get_args(Size))})",
+        "a published model (llama3-8b, gpt2, ...)",
         "a folder with a config.json of Hugging Face",
         "a run or its TOML file",
     ]
     if takes_factories:
         known.append("module:function, a callable that returns a model")
+    near = nearest_name(model)
     raise ConfigurationError(
         f"A model must be {', '.join(known[:-1])}, or {known[-1]}; {model or 'an empty name'} is none of them."
+        + (f" Did you mean {near}?" if near else "")
     )

@@ -38,8 +38,11 @@ class ModelSource(Protocol):
         The values do not depend on the API, the number of ranks, or the device.
         """
 
-    def scores(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Return the scores (rows, length, vocabulary) of the token after each of `tokens` (rows, length)."""
+    def scores(self, model: nn.Module, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Return the scores (rows, length, vocabulary) of the token after each of `tokens` (rows, length).
+
+        With ``segments``, numbers of the same shape, no token sees one that has another number.
+        """
 
     def export_form(self) -> ExportForm:
         """Return how transformers knows the model."""

@@ -2,6 +2,7 @@
 
 RUN                          its newest checkpoint, or that of a step
 RUN/checkpoints/step_...     this checkpoint of the run
+RUN/best                     its weights with the lowest held-out loss
 any other checkpoint         of a script, of torch.distributed.checkpoint, ...; nothing says what model it is of
 """
 
@@ -40,9 +41,11 @@ def find_origin(path: Path, step: int | None) -> Origin:
         raise ConfigurationError(
             f"--step chooses a checkpoint of a run; {path} is not the folder of a run. Leave --step out."
         )
-    run = RunFolder(path.absolute().parent.parent)
-    is_of_run = path.absolute().parent == run.checkpoints and run.config.is_file()
-    return Origin(run if is_of_run else None, path)
+    parent = path.absolute().parent
+    for run in (RunFolder(parent.parent), RunFolder(parent)):
+        if run.config.is_file() and (parent == run.checkpoints or path.absolute() == run.best):
+            return Origin(run, path)
+    return Origin(None, path)
 
 
 def _checkpoint_of(run: RunFolder, step: int) -> Path:

@@ -15,10 +15,12 @@ from typing import Any
 
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train.array_files import read_header
+from fullshard.programs.train.chat_template import own_template
 from fullshard.programs.train.config import DataSection, Problem, RunConfig
 from fullshard.programs.train.data_files import DataFiles, data_files
 from fullshard.programs.train.decoder_shape import VOCABULARY_UNKNOWN, decoder_shape
 from fullshard.programs.train.held_out_split import training_lengths
+from fullshard.programs.train.record_files import check_datasets
 from fullshard.programs.train.tokenizer import tokenizer_path
 
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -56,8 +58,8 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
             f"model.huggingface must be a causal language model; {folder / 'config.json'} is of "
             f"{', '.join(map(str, architectures)) or 'an encoder and decoder'}. Take the folder of another model.",
         )
-    longest = next((content[name] for name in CONTEXT_NAMES if name in content), None)
-    if isinstance(longest, int) and config.data.context > longest:
+    longest = _longest_context(content)
+    if longest is not None and config.data.context > longest:
         yield Problem(
             ("model.huggingface", "data.context"),
             f"data.context must not exceed what the model was made for: {config.data.context} against {longest} in "
@@ -92,6 +94,8 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if files.kind == "array":
         yield from _array_problems(config, files)
+    elif files.kind == "records":
+        yield from _record_problems(config, files)
     elif tokenizer_path(config) is None:  # with a tokenizer the number of tokens is not known yet
         size = sum(file.stat().st_size for file in files.paths)
         size = size if files.max_bytes is None else min(size, files.max_bytes)
@@ -108,6 +112,19 @@ def _decoder_problems(config: RunConfig) -> Iterator[Problem]:
             f"of each head; got width {width} and heads {heads}. "
             f"{math.ceil(width / (2 * heads)) * 2 * heads} would do as model.width.",
         )
+
+
+def longest_context(folder: Path) -> int | None:
+    """Return how many tokens the model in a folder was made for; None if it does not say so, or has no configuration."""
+    try:
+        return _longest_context(_read_configuration(folder))
+    except ConfigurationError:
+        return None
+
+
+def _longest_context(content: dict[str, Any]) -> int | None:
+    longest = next((content[name] for name in CONTEXT_NAMES if name in content), None)
+    return longest if isinstance(longest, int) else None
 
 
 def _read_configuration(folder: Path) -> dict[str, Any]:
@@ -142,6 +159,20 @@ def _array_problems(config: RunConfig, files: DataFiles) -> Iterator[Problem]:
         yield Problem(
             ("data.path", "data.kind", "data.tokenizer", "model.vocabulary"), VOCABULARY_UNKNOWN
         )
+
+
+def _record_problems(config: RunConfig, files: DataFiles) -> Iterator[Problem]:
+    for package in ("transformers", "jinja2"):
+        if find_spec(package) is None:
+            yield Problem(
+                ("data.path", "data.kind"),
+                f"Chats and instructions are rendered with the package {package}. Install fullshard[transformers].",
+            )
+    try:
+        check_datasets(files.paths)
+        own_template(config)
+    except ConfigurationError as error:
+        yield Problem(("data.path", "data.kind", "data.template"), str(error))
 
 
 def _length_problems(

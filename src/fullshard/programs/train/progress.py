@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -56,9 +57,11 @@ class SmoothValue:
 class RunProgress:
     """A `Watcher` that shows a run."""
 
-    def __init__(self, console: Console, line: ProgressLine) -> None:
+    def __init__(self, console: Console, line: ProgressLine, folder: Path) -> None:
         self._console = console
         self._line = line
+        self._folder = folder
+        """Of the run."""
         self._loss = SmoothValue()
         self._step_s = SmoothValue()
         self._start: Start | None = None
@@ -87,7 +90,7 @@ class RunProgress:
                 self._evaluations = [*self._evaluations[:1], event]
                 self._print(f"step {event.step}: held-out loss {event.loss:.4f}")
             case Checkpoint():
-                self._print(f"step {event.step}: saved in {event.path}")
+                self._print(self._saved(event))
             case BadStep():
                 if event.action == "skip":
                     self._skipped[event.step] = None
@@ -118,9 +121,18 @@ class RunProgress:
     def _print(self, text: str) -> None:
         print_line(self._console, text)
 
+    def _saved(self, event: Checkpoint) -> str:
+        if event.best:
+            return f"step {event.step}: lowest held-out loss so far; saved in {self._folder / event.path}"
+        removed = [str(self._folder / path) for path in event.removed]
+        return f"step {event.step}: saved in {self._folder / event.path}" + (
+            f"; removed {', '.join(removed)} (checkpoint.keep)" if removed else ""
+        )
+
     def _begin(self, start: Start) -> None:
         self._start = start
         facts = [
+            ("Folder", str(self._folder.absolute())),
             ("Data", start.data),
             (
                 "",
@@ -141,10 +153,9 @@ class RunProgress:
     def _show_step(self, step: Step) -> None:
         assert self._start is not None, "runs begin with their start"
         self._steps = [*self._steps[:1], step]
-        mean = self._loss.add(step.loss)
         status = status_of(
             step,
-            loss=mean if math.isfinite(step.loss) else step.loss,
+            mean_loss=self._loss.add(step.loss),
             speed=self._start.tokens_per_step / self._step_s.add(step.step_s),
         )
         self._line.show(step.step, step_of(step.step, self._start.steps), status)
@@ -176,14 +187,17 @@ class RunProgress:
 
 
 @contextmanager
-def showing_progress(console: Console) -> Iterator[RunProgress]:
+def showing_progress(
+    console: Console, folder: Path, every: int | None = None
+) -> Iterator[RunProgress]:
     """Yield a watcher for the console, and restore the terminal afterwards.
 
-    From then on the console ignores errors of writing: the run goes on, and its files have everything.
+    It shows the run in ``folder``. Without a terminal, a line of progress appears after ``every`` steps, or after each tenth
+    of the run. From then on the console ignores errors of writing: the run goes on, and its files have everything.
     """
     console.file = broken_pipe_safe(console.file)
-    with showing_line(console) as line:
-        yield RunProgress(console, line)
+    with showing_line(console, every) as line:
+        yield RunProgress(console, line, folder)
 
 
 def step_of(step: int, steps: int) -> str:
@@ -191,11 +205,12 @@ def step_of(step: int, steps: int) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}"
 
 
-def status_of(step: Step, *, loss: float, speed: float) -> tuple[str, ...]:
-    """Return loss, speed, memory, rate and norm, the most important first; loss and speed are means of the last steps."""
+def status_of(step: Step, *, mean_loss: float, speed: float) -> tuple[str, ...]:
+    """Return what is known of a step, the most important first; speed is a mean of the last steps."""
     return (
-        f"loss {loss:.3f}",
+        f"loss {step.loss:.4f}",
         f"{speed:,.0f} tokens/s",
+        f"mean loss {mean_loss:.4f}",
         size_text(step.memory_bytes),
         f"lr {step.lr:.1e}",
         f"norm {step.grad_norm:.2f}",

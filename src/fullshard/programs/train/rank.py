@@ -28,7 +28,8 @@ from fullshard.programs.train.data_record import record_of_all_ranks
 from fullshard.programs.train.earlier_starts import read_earlier_starts
 from fullshard.programs.train.export import export_newest, has_checkpoint
 from fullshard.programs.train.loop import Job, Training
-from fullshard.programs.train.metrics_file import MetricsFile, TensorBoardFiles
+from fullshard.programs.train.metrics_file import MetricsFile
+from fullshard.programs.train.mlflow_run import MlflowRun
 from fullshard.programs.train.model_source import open_model
 from fullshard.programs.train.progress import RunProgress, showing_progress
 from fullshard.programs.train.rank_info import RankInfo
@@ -38,6 +39,8 @@ from fullshard.programs.train.run_folder import RunFolder
 from fullshard.programs.train.sharded_model import freeze_others
 from fullshard.programs.train.stop import COLLECTIVE_ERRORS, noticing_stop_requests
 from fullshard.programs.train.stored_weights import check_weights
+from fullshard.programs.train.tensorboard_files import TensorBoardFiles
+from fullshard.programs.train.trackers import Tracking
 from fullshard.programs.train.wandb_run import WandbRun
 
 
@@ -77,7 +80,9 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
         watchers: list[Watcher] = []
         progress = None
         if ranks.is_first:
-            progress = stack.enter_context(showing_progress(console))
+            progress = stack.enter_context(
+                showing_progress(console, folder.path, config.log.console)
+            )
 
         def begin() -> bool:
             """Lock the folder, and say whether its run has steps left."""
@@ -87,13 +92,13 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
             if not folder.has_steps_left(config):
                 return False
             earlier = read_earlier_starts(folder.metrics)
-            note = check_continuation(folder, earlier, data)
+            notes = check_continuation(folder, config, earlier, data)
             # The configuration first: a folder without one belongs to no run.
             folder.begin(config)
             data.write(folder.data)
             if progress is not None:
                 progress.count_earlier(earlier)
-                if note:
+                for note in notes:
                     progress.print_message(note)
             for watcher in _recorders(config, folder, progress):
                 watchers.append(stack.enter_context(closing(watcher)))
@@ -116,14 +121,16 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
 
 def _recorders(
     config: RunConfig, folder: RunFolder, progress: RunProgress | None
-) -> Iterator[MetricsFile | TensorBoardFiles | WandbRun]:
+) -> Iterator[MetricsFile | Tracking]:
     """Yield what keeps the events of a run, on the first rank."""
     yield MetricsFile(folder.metrics, every=config.log.every)
+    warn = progress.print_message if progress is not None else print
     if config.log.tensorboard:
-        yield TensorBoardFiles(folder.tensorboard)
+        yield Tracking("TensorBoard", TensorBoardFiles(folder.tensorboard), warn)
     if config.log.wandb:
-        warn = progress.print_message if progress is not None else print
-        yield WandbRun(folder, config, warn)
+        yield Tracking("Weights & Biases", WandbRun(folder, config), warn)
+    if config.log.mlflow:
+        yield Tracking("MLflow", MlflowRun(folder, config), warn)
 
 
 def _check_model(job: Job) -> None:
@@ -136,7 +143,12 @@ def _check_model(job: Job) -> None:
 def _export(job: Job, progress: RunProgress | None) -> CheckpointError | None:
     """Export the model, and print where it is; return the error if that fails, which all ranks have."""
     try:
-        mark = export_newest(job.folder, job.source, ema=job.config.checkpoint.export_ema)
+        mark = export_newest(
+            job.folder,
+            job.source,
+            ema=job.config.checkpoint.export_ema,
+            best=job.config.checkpoint.best,
+        )
     except CheckpointError as error:
         return CheckpointError(
             f"The run is trained and saved, but its model was not exported: {error}"

@@ -7,8 +7,9 @@ learning rate, windows and random numbers are computed from the step's number.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from torch import nn
@@ -35,6 +36,22 @@ class RunState:
     """Tokens seen, all ranks together."""
     bad_steps: int = 0
     """Bad steps in a row until now."""
+    best_loss: float | None = None
+    """The lowest held-out loss; None if there is none yet."""
+    worse_evaluations: int = 0
+    """Evaluations in a row, until now, that have found no lower loss."""
+
+    def note_evaluation(self, loss: float) -> bool:
+        """Note a held-out loss, and say whether it is the lowest."""
+        is_best = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
+        if is_best:
+            self.best_loss = loss
+        self.worse_evaluations = 0 if is_best else self.worse_evaluations + 1
+        return is_best
+
+
+LATER_FIELDS = ("best_loss", "worse_evaluations")
+"""Fields that older checkpoints lack."""
 
 
 def state_in(loaded: checkpoint.Loaded) -> RunState:
@@ -47,14 +64,20 @@ def state_in(loaded: checkpoint.Loaded) -> RunState:
     extra = loaded.extra
     if (
         not isinstance(extra, dict)
-        or extra.keys() != names
-        or not all(type(each) is int and each >= 0 for each in extra.values())
+        or not names.difference(LATER_FIELDS) <= extra.keys() <= names
+        or not all(_is_valid(name, value) for name, value in extra.items())
     ):
         raise CheckpointError(
             f"A run can only be resumed from a checkpoint of fullshard train; {loaded.path} lacks {', '.join(sorted(names))}. "
             "Move it out of the run's folder."
         )
     return RunState(**extra)
+
+
+def _is_valid(name: str, value: object) -> bool:
+    if name == "best_loss":
+        return value is None or (isinstance(value, float) and math.isfinite(value))
+    return type(value) is int and value >= 0
 
 
 class Checkpoints:
@@ -119,6 +142,23 @@ class Checkpoints:
         self._last_step = state.step
         self._pending = Checkpoint(step=state.step, path=path, blocked_s=blocked_s), pending
 
+    def save_best(self, state: RunState) -> None:
+        """Start to save the weights of a state, in place of those before. Wait for the previous checkpoint first."""
+        began = time.perf_counter()
+        self.finish()
+        pending = checkpoint.async_save(
+            self._folder.best,
+            self._model,
+            ema=self._ema,
+            base=self._base_of_checkpoints(),
+            extra=asdict(state),
+        )
+        blocked_s = time.perf_counter() - began
+        event = Checkpoint(
+            step=state.step, path=self._folder.best.name, blocked_s=blocked_s, best=True
+        )
+        self._pending = event, pending
+
     def _base_of_checkpoints(self) -> checkpoint.Base | None:
         """Return the checkpoint that has the frozen parameters, if they are to be left out. The first call may save it."""
         if self._section.only_trainable and self._base is None:
@@ -146,6 +186,11 @@ class Checkpoints:
         """
         if self._pending is not None:
             event, pending = self._pending
-            self.newest = pending.wait().path
+            saved = pending.wait()
             self._pending = None
-            self._watch(event)
+            if not event.best:
+                self.newest = saved.path
+            removed = tuple(
+                f"{self._folder.checkpoints.name}/{each.name}" for each in saved.removed
+            )
+            self._watch(replace(event, removed=removed))

@@ -5,9 +5,10 @@
       metrics.jsonl    what happened
       data.json        which data it has, to notice that they have changed
       checkpoints/     to resume from
+      best/            weights with the lowest held-out loss, with checkpoint.best
       base/            frozen parameters, with checkpoint.only_trainable
       trace/  tensorboard/  wandb/  model/  report.html
-      wandb_id         by which Weights & Biases knows the run
+      wandb_id  mlflow_id   by which Weights & Biases, or MLflow, knows the run
       lock             held while a run is active
 
 A folder belongs to one run: its configuration must agree with the given one in all fields that decide the trajectory. One
@@ -57,9 +58,11 @@ class RunFolder:
         self.data = path / "data.json"
         self.checkpoints = path / "checkpoints"
         self.base = path / "base"
+        self.best = path / "best"
         self.trace = path / "trace"
         self.tensorboard = path / "tensorboard"
         self.wandb_id = path / "wandb_id"
+        self.mlflow_id = path / "mlflow_id"
         self.exported_model = path / "model"
 
     def check(self, config: RunConfig) -> None:
@@ -111,7 +114,7 @@ class RunFolder:
     def has_steps_left(self, config: RunConfig) -> bool:
         """Check the folder, and say whether the run has steps left. Call it under the lock."""
         self.check(config)
-        return not self.is_finished(config.train.steps)
+        return not self.is_finished(config.train.steps, config.evaluation.patience)
 
     def begin(self, config: RunConfig) -> None:
         """Write the configuration of a run that has steps left."""
@@ -155,23 +158,25 @@ class RunFolder:
             else:
                 return
 
-    def is_finished(self, steps: int) -> bool:
-        """Say whether the run in the folder is finished and had at least this many steps.
+    def is_finished(self, steps: int, patience: int = 0) -> bool:
+        """Say whether the run in the folder is finished and had at least this many steps, or would end early again.
 
         Raises:
             ConfigurationError: its metrics have a format that this version does not read.
         """
-        last_end = -1
+        last_end: End | None = None
         try:
             for event in read_events(self.metrics):
                 if isinstance(event, Start | End):
-                    last_end = event.step if isinstance(event, End) else -1
+                    last_end = event if isinstance(event, End) else None
         except UnknownFormatError as error:
             raise ConfigurationError(
                 f"{self.metrics} was written by another version of fullshard: {error}. Go on with that version, or "
                 "choose another folder (run.folder)."
             ) from None
-        return last_end >= steps
+        if last_end is None:
+            return False
+        return last_end.step >= steps or 0 < patience <= last_end.patience
 
     def move_aside(self) -> Path | None:
         """Rename the folder to make room for a new run, and return the new name; None if there is no folder.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fullshard.errors import ConfigurationError
 from fullshard.programs.train.config import SamplesSection
 from fullshard.programs.train.model_source import ModelSource
+from fullshard.programs.train.tokenised_records import Prompts
 from fullshard.programs.train.tokenizer import Tokenizer
 
 
@@ -22,6 +23,7 @@ def write_samples(
     section: SamplesSection,
     *,
     opening: Sequence[int],
+    prompts: Prompts | None = None,
     seed: int,
     context: int,
     device: torch.device,
@@ -34,6 +36,7 @@ def write_samples(
         tokenizer: Of its tokens.
         section: How many texts, and of which kind.
         opening: The tokens of the prompt, if the section has none.
+        prompts: How the model is asked; None if it goes on from a text.
         seed: Decides the texts.
         context: Tokens the model sees at once.
         device: Where it computes.
@@ -45,7 +48,9 @@ def write_samples(
         return []
     prompt = list(opening)
     if section.prompt is not None or not prompt:
-        prompt = _prompt(tokenizer, section.prompt or "", source.vocabulary)
+        text = section.prompt or ""
+        asked = prompts.asking(text) if prompts is not None else tokenizer.encode(text)
+        prompt = _prompt(asked, tokenizer, text, source.vocabulary)
     end = len(prompt) + section.tokens
     # Filled from the left and always of one shape, which compilers need: no position sees what is to its right.
     texts = torch.zeros(section.count, end, dtype=torch.int64)
@@ -62,12 +67,21 @@ def write_samples(
             texts[:, position] = _agreed(_choose(last, section.temperature, generator), device)
     finally:
         model.train(was_training)
-    return [tokenizer.decode(text) for text in texts.tolist()]
+    mark = "" if prompts is None else prompts.end
+    return [_shown(text, len(prompt), tokenizer, mark) for text in texts.tolist()]
 
 
-def _prompt(tokenizer: Tokenizer, text: str, vocabulary: int) -> list[int]:
+def _shown(tokens: list[int], num_asked: int, tokenizer: Tokenizer, end: str) -> str:
+    """Return the text of a prompt and what the model writes, up to where its answer ends."""
+    if not end:
+        return tokenizer.decode(tokens)
+    answer = tokenizer.decode(tokens[num_asked:])
+    return tokenizer.decode(tokens[:num_asked]) + answer.partition(end)[0].rstrip()
+
+
+def _prompt(tokens: list[int], tokenizer: Tokenizer, text: str, vocabulary: int) -> list[int]:
     """Return the tokens of the prompt: at least one, even if the text has none."""
-    tokens = tokenizer.encode(text) or tokenizer.encode("\n") or [0]
+    tokens = tokens or tokenizer.encode("\n") or [0]
     unknown = sorted({token for token in tokens if token >= vocabulary})
     if unknown:
         raise ConfigurationError(

@@ -49,7 +49,12 @@ from fullshard import (
 from fullshard.errors import ConfigurationError
 from fullshard.plan.mesh import cap_timeout, default_group
 from fullshard.plan.names import clean_name
-from fullshard.programs.train.config import ComputeSection, Recomputation, RunConfig
+from fullshard.programs.train.config import (
+    ComputeSection,
+    ModelSection,
+    Recomputation,
+    RunConfig,
+)
 from fullshard.programs.train.model_source import ModelSource
 from fullshard.programs.train.weights import materialise
 from fullshard.wrap import CustomPolicy
@@ -161,9 +166,7 @@ def build_model(
     """
     config.check(dist.get_world_size())
     mesh = make_mesh(config.sharding.replicas, device)
-    model = source.build()
-    if config.model.trainable is not None:
-        freeze_others(model, config.model.trainable)
+    model = configured(source.build(), config.model)
     unsharded = UnshardedModel(
         sum(parameter.numel() for parameter in model.parameters()),
         sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
@@ -177,11 +180,21 @@ def build_model(
             # On the CPU inductor needs a C++ compiler, which not every machine has.
             block.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
     sharded: ShardedModel
-    if config.sharding.door == "wrapper":
+    if config.sharding.api == "fsdp1":
         sharded = WrappedModel(wrap(model, blocks, mesh, device, config), unsharded)
     else:
         sharded = FullyShardModel(shard(model, blocks, mesh, device, config, allocate), unsharded)
     return sharded
+
+
+def configured(model: nn.Module, section: ModelSection) -> nn.Module:
+    """Return a model on the meta device with the dtype and the frozen parameters that its section says."""
+    if section.dtype == "bf16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)  # ties stay
+    if section.trainable is not None:
+        freeze_others(model, section.trainable)
+    return model
 
 
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
@@ -276,6 +289,7 @@ def shard(
             offload_policy=offload,
             reshard_after_forward=release,
             shard_placement_fn=balanced_placement,
+            fuse_gradients=config.compute.fuses_gradients(device.type),
         )
     if section.prefetch != 1:  # the engine's own depth
         set_prefetch([model, *(modules[0] for modules in groups)], section.prefetch)
@@ -321,6 +335,7 @@ def wrap(
         param_init_fn=partial(materialise, device=device, recurse=False),
         device_id=device,
         use_orig_params=True,
+        fuse_gradients=config.compute.fuses_gradients(device.type),
     )
 
 

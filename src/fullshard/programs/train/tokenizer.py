@@ -68,13 +68,13 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
 
 
 def _is_text(config: RunConfig) -> bool:
-    """Say whether the data are text, also when they have gone, as long as the configuration tells."""
+    """Say whether the data are text or records, also when they have gone, as long as the configuration tells."""
     kind, has_vocabulary = config.data.kind, config.model.vocabulary is not None
     try:
-        return data_files(config.data).kind == "text"
+        return data_files(config.data).kind != "array"
     except ConfigurationError:
         # Arrays without a tokenizer need model.vocabulary.
-        if kind == "text" or (kind == "auto" and not has_vocabulary):
+        if kind in ("text", "records") or (kind == "auto" and not has_vocabulary):
             return True
         if kind == "array" and has_vocabulary:
             return False

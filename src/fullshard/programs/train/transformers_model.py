@@ -11,6 +11,7 @@ each module is a unit.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +23,15 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fullshard.checkpoint import load_huggingface
 from fullshard.errors import ConfigurationError
+from fullshard.programs.named_models.published import name_of
+from fullshard.programs.train.chat_template import template_files
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.exported_model import ExportForm
+from fullshard.programs.train.packed_windows import positions, visible
 from fullshard.programs.train.tokenizer import copy_files, open_tokenizer
 from fullshard.programs.train.weights import DrawnWeights, fill, materialise, seed_of
+
+POSITIONS = "position_ids"
 
 CONFIGURATION_FILES = ("config.json", "generation_config.json", "*.py")
 """Names of the files in a model's folder that describe the model."""
@@ -42,12 +48,18 @@ class TransformersModel:
         """
         folder = config.model.huggingface
         assert folder is not None, "other models are not transformers'"
+        self._config = config
         self._folder = folder
+        self._takes_positions = False
+        """Whether the model that was built last takes the positions of tokens."""
         self._pretrained = config.model.pretrained
         self.tokenizer = open_tokenizer(config)
         self._configuration = _configuration(folder)
         self.vocabulary: int = self._configuration.get_text_config().vocab_size
-        self.description = f"{self._configuration.model_type} of transformers in {folder}"
+        kind = f"{self._configuration.model_type} of transformers"
+        self.description = (
+            f"{name} ({kind})" if (name := name_of(folder)) else f"{kind} in {folder}"
+        )
 
     def build(self) -> nn.Module:
         """Return the model: parameters on the meta device, in float32, and real buffers."""
@@ -67,6 +79,7 @@ class TransformersModel:
             raise ConfigurationError(
                 f"transformers must be able to make a causal language model of {self._folder}: {error}"
             ) from error
+        self._takes_positions = POSITIONS in inspect.signature(model.forward).parameters
         return model
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -82,14 +95,29 @@ class TransformersModel:
             skeleton = self.build()
             fill(model, starting_weights(skeleton, self.blocks(skeleton), seed=seed))
 
-    def scores(self, model: nn.Module, tokens: Tensor) -> Tensor:
+    def scores(self, model: nn.Module, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
         """Return the model's scores."""
-        scores: Tensor = model(input_ids=tokens, use_cache=False).logits
+        options: dict[str, Tensor] = {}
+        if segments is not None:
+            # Added to the products of queries and keys; the model has the dtype of compute, and casts it.
+            seen = visible(segments)
+            options["attention_mask"] = torch.zeros(seen.shape, device=seen.device).masked_fill(
+                ~seen, -torch.inf
+            )
+            if self._takes_positions:
+                options["position_ids"] = positions(segments)
+        scores: Tensor = model(input_ids=tokens, use_cache=False, **options).logits
         return scores
 
     def export_form(self) -> ExportForm:
         """Return its configuration and tokenizer; its weights have the names that transformers knows."""
-        return ExportForm(companions=(_ConfigurationFiles(self._folder), self.tokenizer))
+        return ExportForm(
+            companions=(
+                _ConfigurationFiles(self._folder),
+                self.tokenizer,
+                *template_files(self._config),
+            )
+        )
 
 
 def _configuration(folder: Path) -> Any:

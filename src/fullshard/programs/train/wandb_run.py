@@ -2,22 +2,19 @@
 
 W&B knows a run by an id, which is kept in the run's folder: a resumed run goes on in the same curves. All other settings of
 W&B are its environment variables (WANDB_ENTITY, WANDB_MODE, ...).
-
-A tracker must not cost a run. So whatever fails here is one warning, and nothing more is sent.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from fullshard.files import atomic_write
-from fullshard.programs.run_events import End, Event, Start, Stopped
+from fullshard.programs.run_events import Start
 from fullshard.programs.train.config import RunConfig
-from fullshard.programs.train.metrics_file import numbers_of
 from fullshard.programs.train.run_folder import RunFolder
 
 STEP = "step"
@@ -45,55 +42,23 @@ class Client(Protocol):
 
 
 class WandbRun:
-    """A watcher that sends the numbers of a run to Weights & Biases."""
+    """A `Tracker` that sends numbers to Weights & Biases."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        config: RunConfig,
-        warn: Callable[[str], None],
-        client: Client | None = None,
-    ) -> None:
+    def __init__(self, folder: RunFolder, config: RunConfig, client: Client | None = None) -> None:
         """Prepare to send a run's numbers.
 
         Args:
             folder: The run's folder; it has the id, and W&B's own files.
             config: The run.
-            warn: Tells the user, at most once, that nothing more is sent.
             client: The module wandb; imported when the run starts, by default.
         """
         self._folder = folder
         self._config = config
-        self._warn = warn
         self._client = client
         self._run: TrackedRun | None = None
-        self._exit_code = 1
-        self._has_failed = False
 
-    def __call__(self, event: Event) -> None:
-        """Send the numbers of an event."""
-        if isinstance(event, End | Stopped):
-            self._exit_code = 0
-        if isinstance(event, Start):
-            self._attempt(self._begin)
-        elif numbers := numbers_of(event):
-            self._attempt(lambda: self._log({STEP: event.step, **numbers}))
-
-    def close(self) -> None:
-        """Send the rest. A run that has neither ended nor been stopped has failed."""
-        self._attempt(self._finish)
-
-    def _attempt(self, call: Callable[[], None]) -> None:
-        if self._has_failed:
-            return
-        try:
-            call()
-        except Exception as error:  # whatever W&B raises: a login, a network, a disk
-            self._has_failed = True
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self._warn(f"Logging to Weights & Biases has stopped, and the run goes on: {reason}")
-
-    def _begin(self) -> None:
+    def begin(self, start: Start) -> None:
+        """Start the run, or go on with it."""
         if self._client is None:
             import wandb
 
@@ -113,6 +78,16 @@ class WandbRun:
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Send the numbers of a step."""
+        if self._run is not None:
+            self._run.log({STEP: step, **numbers})
+
+    def finish(self, *, succeeded: bool) -> None:
+        """Send the rest, and end."""
+        if self._run is not None:
+            self._run.finish(exit_code=0 if succeeded else 1)
+
     def _id(self) -> str:
         """Return the run's id; a new run gets one."""
         if self._folder.wandb_id.exists():
@@ -121,14 +96,6 @@ class WandbRun:
         with atomic_write(self._folder.wandb_id, durable=False) as file:
             file.write(f"{made}\n".encode())
         return made
-
-    def _log(self, data: dict[str, Any]) -> None:
-        if self._run is not None:
-            self._run.log(data)
-
-    def _finish(self) -> None:
-        if self._run is not None:
-            self._run.finish(exit_code=self._exit_code)
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +56,26 @@ def tokens_in(source: str, values: Tensor) -> Tokens:
     return Tokens(source, lambda start, stop: values[start:stop], 0, len(values))
 
 
+class Rows(Protocol):
+    """Windows, numbered from 0."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that are predicted in an epoch."""
+
+    def rows(self, indices: Sequence[int]) -> Tensor:
+        """Return windows, on the CPU."""
+
+    def num_targets(self, indices: Sequence[int]) -> int:
+        """Return how many tokens of these windows are predicted."""
+
+    def scale(self, indices: Sequence[int]) -> float | None:
+        """Return the factor of the sums of their losses, if these are sums; None if the loss of a window is a mean."""
+
+
 class Windows:
     """The windows of some sequences, numbered from 0."""
 
@@ -85,6 +106,13 @@ class Windows:
             for window in windows:
                 check_tokens(window, self._vocabulary)
         return rows
+
+    def num_targets(self, indices: Sequence[int]) -> int:
+        """Return how many tokens of these windows are predicted."""
+        return len(indices) * self._context
+
+    def scale(self, indices: Sequence[int]) -> None:
+        """Return None: all have the same number of targets, so the loss of a window is a mean."""
 
     def _window(self, index: int) -> Tokens:
         number = bisect_right(self._ends, index)

@@ -1,4 +1,4 @@
-"""Operations that a recording has seen before: what they cost and what their results look like.
+"""Operations that a virtual device has seen before, and what their results look like.
 
 torch computes the sizes of results on the meta device in Python, which takes longer than all else of a recording. A step
 repeats the same few hundred operations many thousand times, and a search repeats them in every plan. So an operation
@@ -7,7 +7,6 @@ runs once for each kind of arguments. After that, tensors like its results are m
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 from typing import Any, cast
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from fullshard import torch_border
-from fullshard.programs.plan_tool.op_costs import kernel_of
 from fullshard.torch_border import Operator
 
 META = torch.device("meta")
@@ -24,7 +22,7 @@ META = torch.device("meta")
 class KnownOperation:
     """What is known about an operation with certain arguments."""
 
-    __slots__ = ("is_of_host", "is_single", "kernel", "outputs")
+    __slots__ = ("__weakref__", "is_of_host", "is_single", "outputs")
 
     def __init__(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -35,11 +33,10 @@ class KnownOperation:
         )
         self.is_of_host = not any(tensor.is_meta for tensor in (*tensors, *inputs))
         """No tensor is on the device."""
-        self.kernel = None if self.is_of_host else kernel_of(operator, args, kwargs, result)
         self.outputs: list[tuple[Any, ...]] | None = None
         """Size, strides and dtype of each result; empty if the result is what is written to. None if it must run again."""
         self.is_single = isinstance(result, Tensor)
-        if self.kernel is None or len(tensors) != len(leaves):
+        if self.is_of_host or len(tensors) != len(leaves):
             return
         signature = torch_border.signature_of(operator)
         writes = any(argument.is_written for argument in signature.arguments)
@@ -98,13 +95,3 @@ def _facts(values: Any) -> Hashable:
             # With its type: 2, 2.0 and True are equal to Python, but decide about the dtype of a result.
             found.append((type(value), value))
     return cast(Hashable, tuple(found))
-
-
-@functools.cache
-def makes_tensors(operator: Operator) -> bool:
-    """Return whether a result may have memory that no tensor among the arguments had. Some views do not say that they are views."""
-    if operator is torch_border.SET_STORAGE:
-        return True
-    signature = torch_border.signature_of(operator)
-    writes = any(argument.is_written for argument in signature.arguments)
-    return any(signature.new_results) or not writes

@@ -31,8 +31,11 @@ DROPOUT = F.dropout
 @contextmanager
 def without_values() -> Iterator[None]:
     """Let operations on the meta device choose the kernels of a CUDA device."""
-    # The mode does not see calls inside of functions that it has seen, such as that of nn.MultiheadAttention.
-    setattr(F, ATTENTION.__name__, fused_attention)
+    # The mode does not see calls inside of functions that it has seen, such as that of nn.MultiheadAttention, and what backward
+    # recomputes.
+    replaced = {ATTENTION: fused_attention, DROPOUT: fused_dropout}
+    for function, other in replaced.items():
+        setattr(F, function.__name__, other)
     try:
         with (
             torch_border.fused_rms_norm_on_meta(),
@@ -41,7 +44,8 @@ def without_values() -> Iterator[None]:
         ):
             yield
     finally:
-        setattr(F, ATTENTION.__name__, ATTENTION)
+        for function in replaced:
+            setattr(F, function.__name__, function)
 
 
 class _CudaChoices(TorchFunctionMode):

@@ -1,8 +1,8 @@
-"""Tensors in host memory, in a step that is recorded: with offload, shards, gradients and optimizer state are there.
+"""Tensors in host memory beside a virtual device: with offload, shards, gradients and optimizer state are there.
 
-They are real tensors of the CPU, so that the engine and optimizers decide as they would in a run. But nobody writes to them,
-and memory that was never written takes none. So nothing is computed: an operation runs on the meta device, for the
-sizes of its results and for its cost.
+They are real tensors of the CPU, so that the engine and optimizers decide as they would in a run. But no operation writes to
+them, and memory that was never written takes none. So nothing is computed: an operation runs on the meta device, for the
+sizes of its results.
 
     no kernel               views and empty tensors: run as they are
     host and device         a transfer on the current stream. The host waits for it, unless it was told not to and the memory
@@ -22,28 +22,26 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from fullshard import torch_border
-from fullshard.programs.plan_tool.op_costs import kernel_of, may_start_kernel
-from fullshard.programs.plan_tool.operations import FILLS
-from fullshard.programs.plan_tool.program import Direction, Kernel
+from fullshard.virtual.observer import Call, Transfer
+from fullshard.virtual.operations import FILLS, starts_work
 
 META = torch.device("meta")
 LEAST_BYTES = 1024
 """Tensors of the CPU that are made from nothing and are smaller have values."""
+_COPY = torch.ops.aten.copy_.default
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 
 
 class Noting(Protocol):
-    """Who writes down what happens in host memory."""
+    """Where it is noted what happens in host memory: the device."""
 
-    phase: Any
+    is_building: bool
 
-    def note_transfer(
-        self, direction: Direction, nbytes: int, *, is_pinned: bool, waits: bool
-    ) -> None:
-        """Note a copy on the current stream; if it ``waits``, the host goes on when it is done."""
+    def note_transfer(self, transfer: Transfer) -> None:
+        """Note a copy on the current stream."""
 
-    def note_host_kernel(self, kernel: Kernel) -> None:
-        """Note that the host computes."""
+    def note_host_operation(self, call: Call, meta: Call) -> None:
+        """Note that the host computes; ``meta`` is the same call on the meta device."""
 
     def see(self, storage: UntypedStorage) -> None:
         """Note memory that is new."""
@@ -72,12 +70,20 @@ class HostMemory:
         is_rounded = nbytes and found is not None and found.is_pinned
         return 1 << (nbytes - 1).bit_length() if is_rounded else nbytes
 
+    def pin(self, memory: Tensor) -> None:
+        """Note that memory is page-locked from now on."""
+        self._add(memory)
+        key = torch_border.storage_id(memory)
+        self._storages[key] = self._storages[key]._replace(is_pinned=True)
+
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that has to do with host memory, and note it; NotImplemented if it has not."""
         tensors = [
             each for each in torch_border.leaves_in((args, kwargs)) if isinstance(each, Tensor)
         ]
         ours = [each for each in tensors if self._is_ours(each)]
+        if func is _COPY and args[0].is_cpu and args[1].is_meta and not ours:
+            ours = [self._add(args[0])]  # what it had is lost
         device = kwargs.get("device")
         is_made_here = device is not None and device.type == "cpu"
         if not ours and not is_made_here:
@@ -85,7 +91,7 @@ class HostMemory:
         name = torch_border.signature_of(func).name
         if func is torch_border.VALUE_OF:
             return 1.0 if args[0].is_floating_point() else 1
-        if not may_start_kernel(func):
+        if not starts_work(func):
             return self._without_kernel(name, func, args, kwargs)
         goes_to_device = device is not None and device.type == "meta"
         if name in COPIES and (goes_to_device or any(each.is_meta for each in tensors)):
@@ -93,7 +99,7 @@ class HostMemory:
         if any(each.is_meta for each in tensors) and name not in FILLS:
             return NotImplemented  # a number of the host goes along with the launch
         if not ours:
-            if self._noting.phase == "build" or name not in FILLS:
+            if self._noting.is_building or name not in FILLS:
                 return NotImplemented
             if func(*args, **kwargs | {"device": META}).nbytes < LEAST_BYTES:
                 return NotImplemented
@@ -146,16 +152,11 @@ class HostMemory:
                 list(each) if isinstance(each, list | tuple) else [each] for each in args[:2]
             )
             is_told_to_go_on = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-        direction: Direction = "to device" if sources[0].is_cpu else "to host"
-        on_host = sources[0] if direction == "to device" else targets[0]
+        on_host = sources[0] if sources[0].is_cpu else targets[0]
         known = self._storages.get(torch_border.storage_id(on_host))
         is_pinned = known is not None and known.is_pinned
-        self._noting.note_transfer(
-            direction,
-            sum(each.nbytes for each in sources),
-            is_pinned=is_pinned,
-            waits=not (is_pinned and is_told_to_go_on),
-        )
+        waits = not (is_pinned and is_told_to_go_on)
+        self._noting.note_transfer(Transfer(sources, targets, is_pinned=is_pinned, waits=waits))
         return target
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,9 +167,6 @@ class HostMemory:
         if "device" in meta_kwargs:
             meta_kwargs["device"] = META
         result = func(*meta_args, **meta_kwargs)
-        kernel = kernel_of(func, meta_args, meta_kwargs, result)
-        if kernel is not None:
-            self._noting.note_host_kernel(kernel)
 
         def made(meta: Tensor) -> Tensor:
             original = stand_ins.original(meta)
@@ -176,7 +174,11 @@ class HostMemory:
                 return original
             return self._add(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype))
 
-        return torch_border.with_tensors(made, result)
+        results = torch_border.with_tensors(made, result)
+        self._noting.note_host_operation(
+            Call(func, args, kwargs, results), Call(func, meta_args, meta_kwargs, result)
+        )
+        return results
 
 
 class _StandIns:
