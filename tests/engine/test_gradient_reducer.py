@@ -223,12 +223,14 @@ class Mark:
 ALONE = ["ready", "wait for ready", "input_read, final", "wait for input_read"]
 FOLLOWED = ["ready", "wait for ready", "input_read", "done, final"]
 FOLLOWED += ["wait for input_read", "wait for done"]
+COPIED = [*FOLLOWED[:3], "wait for input_read"]
+"""The host waits for all streams then."""
 REPLICATED = [*FOLLOWED[:3], "wait for input_read", *FOLLOWED[3:]]
 
 
 @pytest.mark.parametrize(
     ("follows", "expected"),
-    [("nothing", ALONE), ("hook", FOLLOWED), ("host", FOLLOWED), ("all-reduce", REPLICATED)],
+    [("nothing", ALONE), ("hook", FOLLOWED), ("host", COPIED), ("all-reduce", REPLICATED)],
 )
 def test_one_mark_ends_a_reduction_unless_something_long_follows_the_read_of_its_input(
     monkeypatch: pytest.MonkeyPatch, follows: str, expected: list[str]

@@ -57,7 +57,7 @@ SOURCE = Path(fullshard.__file__).parent
 TESTS = Path(__file__).parents[1]
 ROOMS = (
     *("fsdp1", "fsdp2", "engine", "comm", "plan", "storage", "optim"),
-    *("checkpoint", "run", "tracing", "*.py"),
+    *("checkpoint", "checks", "run", "tracing", "*.py"),
 )
 ERRORS = {
     name
@@ -127,6 +127,12 @@ class Guard(NamedTuple):
 # Indented: some words of the message (none if there is only one), the test of what the guard must refuse or warn of, and
 # the test of what is legal beside that.
 TABLE = """
+checks/checked_block.py::CheckedBlock.__exit__
+     | checks/test_debug::test_a_race_of_a_comm_object_names_both_places_the_group_and_the_remedy | checks/test_debug::test_a_step_without_races_passes_and_says_how_much_was_checked
+checks/checked_block.py::CheckedBlock._refuse_to_say_nothing
+    has seen no access | checks/test_debug::test_a_block_in_which_nothing_is_seen_proves_nothing | checks/test_debug::test_a_step_without_races_passes_and_says_how_much_was_checked
+checks/stream_check.py::StreamCheck.enter
+    needs ranks that do not exist | checks/test_debug::test_ranks_that_exist_are_refused_without_a_gpu | checks/test_debug::test_a_step_without_races_passes_and_says_how_much_was_checked
 fsdp1/comm_hooks.py::register
     A wrapper takes one communication hook | doors/test_wrapper::test_methods_of_the_outermost_wrapper_are_refused_below_it | doors/test_wrapper::test_methods_of_the_outermost_wrapper_are_refused_below_it
     replaces one reduction, but hybrid | doors/test_wrapper::test_ranks_are_groups_or_meshes | doors/test_wrapper::test_methods_of_the_outermost_wrapper_are_refused_below_it
@@ -531,7 +537,7 @@ engine/guarded_step.py::guarded_step
 engine/options.py::StateOptions.set_reshard_after_forward
 engine/options.py::StateOptions.set_post_optim_event
 comm/collectives.py::_checked
-comm/meetings.py::debug
+checks/debug.py::debug
 plan/layout.py::per_row_layout
 plan/layout.py::flat_layout
 plan/layout.py::_division

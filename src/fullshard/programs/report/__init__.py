@@ -53,10 +53,10 @@ def write_report(
     """
     from fullshard.programs.report.run_files import read_run
 
-    run = local_path(run)
+    run, other = local_path(run), None if other is None else local_path(other)
     target = run / FILE_NAME if output is None else local_path(output)
     found = read_run(run)
-    compared = None if other is None else read_run(local_path(other))
+    compared = None if other is None else read_run(other)
     with importing_libraries("A report"):
         from fullshard.programs.report.page import render
     planned = None
