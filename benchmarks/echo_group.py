@@ -10,6 +10,7 @@ whether the numbers are right, as it does with NCCL, and the host waits for noth
 """
 
 import contextlib
+import importlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -150,7 +151,19 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Echo
 
 dist.Backend.register_backend("echo", _create, devices=["cpu", "cuda"])
 
-with contextlib.suppress(ImportError):  # older checkouts ask no other rank anything
-    from fullshard.comm import backends
 
-    backends.know(backends.Backend(name="echo", ranks="imagined"))
+def _know_imagined_ranks() -> None:
+    """Tell fullshard, whichever checkout it is, that the other ranks do not answer."""
+    try:
+        from fullshard.comm import backends
+
+        backends.know(backends.Backend(name="echo", ranks="imagined"))
+    except ImportError:  # an older checkout
+        with contextlib.suppress(
+            ImportError, AttributeError
+        ):  # one that asks no other rank anything
+            journal: Any = importlib.import_module("fullshard.comm.journal")
+            journal.IMAGINED_RANKS.add("echo")
+
+
+_know_imagined_ranks()
