@@ -62,7 +62,7 @@ class ReduceEvents:
     input_read: Event
     """The reduce-scatter has read it; the sharded gradients are final, too, unless something long follows."""
     done: Event
-    """The sharded gradients are final; only if something long follows the reduce-scatter."""
+    """The sharded gradients are final; only behind an all-reduce or a user's hook."""
 
     @classmethod
     def new(cls, context: FSDPCommContext) -> ReduceEvents:
@@ -228,15 +228,16 @@ class ReduceScatterState:
         self._group = group
         self._settings = settings
         self._custom = settings.custom if settings.process_group is not None else None
-        self._is_followed = (
-            group.mesh_info.replicate_process_group is not None
-            or settings.hook is not None
-            or group.context.host_reads_results
+        self._marks_end = (
+            group.mesh_info.replicate_process_group is not None or settings.hook is not None
         )
+        """Whether the end has an event of its own, behind an all-reduce or a user's hook. Every event costs the host time.
+
+        A copy to the host needs none. It is on the reduce-scatter stream, before the next reduction, whose input is waited for
+        before this one is finished; behind the last one the host waits for all streams (`FSDPCommContext.join`)."""
+        self._is_followed = self._marks_end or group.context.host_reads_results
         """Whether something long may follow the reduce-scatter, for which the input must not wait: an all-reduce, a user's
         hook, a copy to the host. Hooks of parameters do not count: what they issue has the time of the next group's backward."""
-        self._marks_end = self._is_followed and not self._ends_with_the_next
-        """Whether that has an event of its own. Every event costs the host time."""
         self._buffer = buffer
         self._copy_in: Callable[[], None] | None = None
         """Holds the gradients, if the reduce-scatter stream copies them: [Note: gradients copied beside]."""
@@ -251,16 +252,6 @@ class ReduceScatterState:
         self._accumulated = False
         self._span: CollectiveSpan | None = None
         """The span of the reduce-scatter, if a trace is recorded."""
-
-    @property
-    def _ends_with_the_next(self) -> bool:
-        """Whether only a copy to the host follows.
-
-        It is on the reduce-scatter stream, before the next reduction, whose input is waited for before this one is finished.
-        Behind the last one the host waits for all streams (`FSDPCommContext.join`).
-        """
-        replicated = self._mesh_info.replicate_process_group is not None
-        return not replicated and self._settings.hook is None
 
     # --- prepare, on the compute stream -----------------------------------------------------------
 
