@@ -47,7 +47,7 @@ from fullshard.checkpoint.load_plan import compare as compare_with_source
 from fullshard.checkpoint.manifest import FileRecord, Manifest
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.save_plan import make_plan
-from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
+from fullshard.checkpoint.sources.stored_checkpoint import StoredCheckpoint
 from fullshard.programs.train.processes import run_in_processes
 
 T = TypeVar("T")

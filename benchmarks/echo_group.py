@@ -155,14 +155,14 @@ dist.Backend.register_backend("echo", _create, devices=["cpu", "cuda"])
 def _know_imagined_ranks() -> None:
     """Tell fullshard, whichever checkout it is, that the other ranks do not answer."""
     try:
-        from fullshard.comm import backends
+        from fullshard.mesh import backends
 
         backends.know(backends.Backend(name="echo", ranks="imagined"))
     except ImportError:  # an older checkout
         with contextlib.suppress(
             ImportError, AttributeError
         ):  # one that asks no other rank anything
-            journal: Any = importlib.import_module("fullshard.comm.journal")
+            journal: Any = importlib.import_module("fullshard.divergence.journal")
             journal.IMAGINED_RANKS.add("echo")
 
 

@@ -35,7 +35,7 @@ from benchmarks.measure import Quantity, Record, collector_paused
 from benchmarks.profiling import profiler_of
 from benchmarks.report import header, headline, markdown, milliseconds, remarks, write_json
 from benchmarks.transformer import PRESETS, Shape
-from fullshard.comm import meetings
+from fullshard.divergence import meetings
 from fullshard.programs.train.processes import run_in_processes
 
 COLUMNS = ("contestant", "step ms", "x rival", "processor ms", "x rival")

@@ -31,8 +31,8 @@ from benchmarks.measure import collector_paused, peak_of, timed
 from benchmarks.optimizer_runs import new_parser, setting_of
 from benchmarks.report import header, headline, markdown, milliseconds, number, write_json
 from benchmarks.transformer import local_tensor
-from fullshard.optim.muon import Muon, hidden_matrices
-from fullshard.optim.newton_schulz import orthogonalize
+from fullshard.optim.matrices.muon import Muon, hidden_matrices
+from fullshard.optim.matrices.newton_schulz import orthogonalize
 
 MIB = 1 << 20
 COLUMNS = ("optimizer", "step ms", "x adamw", "peak GiB", "sent MiB", "got MiB")

@@ -51,7 +51,7 @@ from benchmarks.estimate import Spread, of_some
 from benchmarks.measure import Comparison, Effort
 from benchmarks.report import header, headline, markdown, write_json
 from benchmarks.transformer import PRESETS, Shape, Transformer, local_tensor
-from fullshard.plan.layout import Layout, flat_layout, per_row_layout
+from fullshard.layout.segments import Layout, flat_layout, per_row_layout
 
 WORLDS = (8, 16, 64, 256, 1024, 4096)
 EVEN = Shape(

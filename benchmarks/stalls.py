@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import header, headline
 from fullshard import DivergenceError, fully_shard
-from fullshard.comm.watchdog import rounds, silences, stalls, thread
+from fullshard.divergence.watchdog import rounds, silences, stalls, thread
 from tests.helpers.backends import ENVIRONMENTS
 from tests.helpers.rank_programs import be_apart
 

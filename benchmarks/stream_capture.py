@@ -6,12 +6,12 @@ from unittest.mock import patch
 
 from fullshard.checks.stream_check import StreamCheck
 from fullshard.checks.stream_order import Access, Entry, Mark, Wait
-from fullshard.comm.backends import backend_named
+from fullshard.mesh.backends import backend_named
 from fullshard.virtual.observer import COMPUTE
 
 __all__ = ["CapturedStep", "faults_of_capture"]
 
-_ASKING = ("comm.streams", "comm.group_all_gathers", "engine.captures")
+_ASKING = ("transport.streams", "engine.group_all_gathers", "engine.captures")
 """Modules that ask whether the current stream is being captured."""
 
 

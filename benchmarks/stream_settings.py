@@ -27,11 +27,11 @@ from benchmarks.stream_capture import CapturedStep, faults_of_capture
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, torch_border
 from fullshard.checkpoint import host_copies
 from fullshard.checks.stream_check import StreamCheck
-from fullshard.comm import collectives
-from fullshard.comm.streams import comm_contexts
 from fullshard.engine.state import state_of
 from fullshard.mesh import FSDPMeshInfo, ShardPlacementResult
 from fullshard.optim import EMA, AdamW8bit, Muon, ShardedOptimizer
+from fullshard.transport import collectives
+from fullshard.transport.streams import comm_contexts
 
 __all__ = ["SETTINGS", "Setting", "checked"]
 
@@ -190,7 +190,7 @@ def seven(check: StreamCheck) -> None:
 @setting("large pieces, in place")
 def in_place(check: StreamCheck) -> None:
     """Gather segments in place."""
-    with patch("fullshard.plan.layout.IN_PLACE_FROM", 0):
+    with patch("fullshard.layout.segments.IN_PLACE_FROM", 0):
         train(sharded(decoder(), mp_policy=BF16))
 
 

@@ -41,8 +41,8 @@ from benchmarks.estimate import Spread, of_some
 from benchmarks.measure import collector_paused, timed
 from benchmarks.report import header, headline, markdown, milliseconds, write_json
 from benchmarks.transformer import PRESETS
-from fullshard.comm.streams import FSDPCommContext
 from fullshard.tracing.group_facts import outermost_states
+from fullshard.transport.streams import FSDPCommContext
 
 WARMUP = 4
 COLUMNS = (

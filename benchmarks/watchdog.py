@@ -16,10 +16,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from fullshard.comm.watchdog.answers import Answer, GroupAnswer, History, Registration, Wait, encode
-from fullshard.comm.watchdog.judge import Judgement
-from fullshard.comm.watchdog.rounds import Member, Rounds, tick_of
-from fullshard.comm.watchdog.store_client import LIMIT_S, KeyStore, StoreOperations
+from fullshard.divergence.watchdog.answers import (
+    Answer,
+    GroupAnswer,
+    History,
+    Registration,
+    Wait,
+    encode,
+)
+from fullshard.divergence.watchdog.judge import Judgement
+from fullshard.divergence.watchdog.rounds import Member, Rounds, tick_of
+from fullshard.divergence.watchdog.store_client import LIMIT_S, KeyStore, StoreOperations
 
 KEYS_PER_S = 50_000
 """An assumption about the store's server."""

@@ -46,8 +46,8 @@ from benchmarks.measure import collector_paused, in_some_order, timed
 from benchmarks.report import header, headline, markdown, milliseconds, write_json
 from benchmarks.transformer import PRESETS
 from fullshard import torch_border
-from fullshard.comm.watchdog import thread as watchdog_thread
-from fullshard.comm.watchdog.thread import Watchdog
+from fullshard.divergence.watchdog import thread as watchdog_thread
+from fullshard.divergence.watchdog.thread import Watchdog
 
 WARMUP = 8
 COLUMNS = (

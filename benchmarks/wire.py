@@ -54,7 +54,7 @@ REDUCTIONS: Mapping[str, dict[str, torch.dtype]] = MappingProxyType(
         "bf16 wire, fp32 sum": {"reduce_dtype": FP32, "wire_dtype": BF16},
     }
 )
-DOORS = MappingProxyType(
+APIS = MappingProxyType(
     {
         "fully_shard": partial(build_functional, "fullshard"),
         "wrapper": partial(build_wrapped, "fullshard", flat=False),
@@ -116,7 +116,7 @@ def built(door: str, reduction: str, shape: Shape, device: torch.device, world: 
         master="fp32",
         reduction=reduction,
     )
-    contestant = Contestant(f"{door}, {reduction}", DOORS[door](setting), setting)
+    contestant = Contestant(f"{door}, {reduction}", APIS[door](setting), setting)
     contestant.check()
     for _ in range(3):
         contestant.zero_grad()
@@ -128,7 +128,7 @@ def steps_table(shape: Shape, device: torch.device, world: int, rounds: int, ste
     """Bytes, memory and time of a step, for each door and way to reduce."""
     facts: dict[str, list[str]] = {}
     samples: dict[str, tuple[list[float], list[float]]] = {}
-    pairs = [(door, reduction) for door in DOORS for reduction in REDUCTIONS]
+    pairs = [(door, reduction) for door in APIS for reduction in REDUCTIONS]
     for door, reduction in pairs:
         release_memory(device)
         before = (0, 0)

@@ -256,7 +256,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 COLUMNS = (
-    *("mode", "API", "classes", "fullshard trains", "torch trains"),
+    *("mode", "api", "classes", "fullshard trains", "torch trains"),
     *("torch's bits", "with torch's nodes", "to 1e-5", "by more"),
     *("fullshard: bits without FSDP", "torch: bits without FSDP"),
 )
@@ -266,7 +266,7 @@ def summary(rows: Sequence[Row]) -> Iterable[str]:
     """Yield the table of all modes in markdown, the rows that are not equal, and the classes that were left out."""
     yield from table(COLUMNS, (counts(rows, mode, api) for mode, api in sections(rows)))
     yield ""
-    header = ("class", "mode", "API", "against torch", "against no FSDP", "torch against no FSDP")
+    header = ("class", "mode", "api", "against torch", "against no FSDP", "torch against no FSDP")
     yield from table(header, (cells for row in rows for cells in not_equal(row)))
     yield ""
     yield "Left out:"

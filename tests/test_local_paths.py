@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import fullshard
 from fullshard import checkpoint
-from fullshard.checkpoint import conversion, dcp, formats, huggingface, torch_files
+from fullshard.checkpoint.sources import conversion, dcp, formats, huggingface, torch_files
 from fullshard.errors import CheckpointError, ConfigurationError
 from fullshard.files import local_path
 from fullshard.programs import cli

@@ -35,13 +35,10 @@ if _TYPE_CHECKING:
         StateDictType,
     )
     from fullshard.checks.debug import debug
-    from fullshard.comm.step_guard import StepFailure
+    from fullshard.divergence.step_guard import StepFailure
+    from fullshard.drop_in.install import Installation, install, installed, uninstall
     from fullshard.engine.backward_finalization import GradientReductionHandle
-    from fullshard.engine.clip_grad import clip_grad_norm_
-    from fullshard.engine.graphed_step import GraphedStep, graphed
     from fullshard.engine.guarded_step import GuardedStep, guarded_step
-    from fullshard.engine.join import JoinedBatches, join
-    from fullshard.engine.planned_groups import PlannedGroup
     from fullshard.engine.unshard_handle import UnshardHandle
     from fullshard.errors import (
         CheckpointError,
@@ -57,6 +54,10 @@ if _TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
+    from fullshard.features.clip_grad import clip_grad_norm_
+    from fullshard.features.graphs.graphed_step import GraphedStep, graphed
+    from fullshard.features.join import JoinedBatches, join
+    from fullshard.features.planned_groups import PlannedGroup
     from fullshard.fsdp1.wrapper import FullyShardedDataParallel
     from fullshard.fsdp2.fsdp_module import (
         FSDPModule,
@@ -66,14 +67,13 @@ if _TYPE_CHECKING:
     )
     from fullshard.fsdp2.fully_shard import fully_shard, replicate
     from fullshard.fsdp2.group_plan import GroupPlan, plan_groups
-    from fullshard.plan.balanced_placement import balanced_placement
-    from fullshard.plan.policies import (
+    from fullshard.layout.balanced_placement import balanced_placement
+    from fullshard.policies import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
         MixedPrecisionPolicy,
         OffloadPolicy,
     )
-    from fullshard.run.install import Installation, install, installed, uninstall
     from fullshard.storage.flat_parameter import FlatParameter
     from fullshard.tracing.trace import Recording, trace
 
@@ -143,27 +143,27 @@ __all__ = [
 _MODULES = {
     "BackwardPrefetch": "api",
     "CPUOffload": "api",
-    "CPUOffloadPolicy": "plan.policies",
-    "DataParallelMeshDims": "plan.policies",
+    "CPUOffloadPolicy": "policies",
+    "DataParallelMeshDims": "policies",
     "FSDPModule": "fsdp2.fsdp_module",
     "FlatParameter": "storage.flat_parameter",
     "FullOptimStateDictConfig": "api",
     "FullStateDictConfig": "api",
     "FullyShardedDataParallel": "fsdp1.wrapper",
     "GradientReductionHandle": "engine.backward_finalization",
-    "GraphedStep": "engine.graphed_step",
+    "GraphedStep": "features.graphs.graphed_step",
     "GroupPlan": "fsdp2.group_plan",
     "GuardedStep": "engine.guarded_step",
-    "Installation": "run.install",
-    "JoinedBatches": "engine.join",
+    "Installation": "drop_in.install",
+    "JoinedBatches": "features.join",
     "LocalOptimStateDictConfig": "api",
     "LocalStateDictConfig": "api",
     "MixedPrecision": "api",
-    "MixedPrecisionPolicy": "plan.policies",
-    "OffloadPolicy": "plan.policies",
+    "MixedPrecisionPolicy": "policies",
+    "OffloadPolicy": "policies",
     "OptimStateDictConfig": "api",
     "OptimStateKeyType": "api",
-    "PlannedGroup": "engine.planned_groups",
+    "PlannedGroup": "features.planned_groups",
     "Recording": "tracing.trace",
     "ReplicateModule": "fsdp2.fsdp_module",
     "ShardedOptimStateDictConfig": "api",
@@ -172,23 +172,23 @@ _MODULES = {
     "StateDictConfig": "api",
     "StateDictSettings": "api",
     "StateDictType": "api",
-    "StepFailure": "comm.step_guard",
+    "StepFailure": "divergence.step_guard",
     "UnshardHandle": "engine.unshard_handle",
-    "balanced_placement": "plan.balanced_placement",
-    "clip_grad_norm_": "engine.clip_grad",
+    "balanced_placement": "layout.balanced_placement",
+    "clip_grad_norm_": "features.clip_grad",
     "debug": "checks.debug",
     "fully_shard": "fsdp2.fully_shard",
-    "graphed": "engine.graphed_step",
+    "graphed": "features.graphs.graphed_step",
     "guarded_step": "engine.guarded_step",
-    "install": "run.install",
-    "installed": "run.install",
-    "join": "engine.join",
+    "install": "drop_in.install",
+    "installed": "drop_in.install",
+    "join": "features.join",
     "plan_groups": "fsdp2.group_plan",
     "register_fsdp_forward_method": "fsdp2.fsdp_module",
     "replicate": "fsdp2.fully_shard",
     "share_comm_ctx": "fsdp2.fsdp_module",
     "trace": "tracing.trace",
-    "uninstall": "run.install",
+    "uninstall": "drop_in.install",
 }
 """Where the names live that are not in `errors`."""
 

@@ -15,7 +15,7 @@ import torch
 
 from fullshard import torch_border
 from fullshard.errors import OptionTypeError
-from fullshard.plan.policies import check_floating_dtype, check_type, check_wire_dtype, switch
+from fullshard.policies import check_floating_dtype, check_type, check_wire_dtype, switch
 
 __all__ = [
     "BackwardPrefetch",

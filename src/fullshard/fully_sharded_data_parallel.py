@@ -18,7 +18,7 @@ from fullshard.api import (
     StateDictType,
 )
 from fullshard.fsdp1.wrapper import FullyShardedDataParallel
-from fullshard.plan.names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
+from fullshard.layout.names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
 from fullshard.storage.flat_parameter import FlatParameter
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy
 

@@ -22,10 +22,10 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.comm import collectives
-from fullshard.comm.backends import NOTHING, backend_of
-from fullshard.comm.journal import tag
+from fullshard.divergence.journal import tag
 from fullshard.errors import LifecycleError, OptionTypeError
+from fullshard.mesh.backends import NOTHING, backend_of
+from fullshard.transport import collectives
 
 __all__ = ["ShardedGradScaler"]
 

@@ -10,10 +10,10 @@ import torch
 
 from fullshard import CheckpointError
 from fullshard.checkpoint.agreement import Outline, agreed, parts_to_write
-from fullshard.checkpoint.local_state import LocalTensor
 from fullshard.checkpoint.manifest import StoredTensor
 from fullshard.checkpoint.source import TensorRef
-from fullshard.plan.sharding import Sharding, replicated
+from fullshard.checkpoint.state.local_state import LocalTensor
+from fullshard.layout.sharding import Sharding, replicated
 from tests.helpers.checkpoints import agreed_outline
 
 FLAT = Sharding(shape=(8,), flat=True, cuts=(range(0, 8, 4),), holders=((0, 1, 2, 3),))

@@ -17,22 +17,22 @@ from torch import nn
 
 from fullshard import checkpoint
 from fullshard.checkpoint import base_weights, manifest as manifests
-from fullshard.checkpoint.conversion import write
-from fullshard.checkpoint.formats import open_source
-from fullshard.checkpoint.torch_files import TorchFile
+from fullshard.checkpoint.sources.conversion import write
+from fullshard.checkpoint.sources.formats import open_source
+from fullshard.checkpoint.sources.torch_files import TorchFile
 from fullshard.errors import CheckpointError
 from tests.helpers.checkpointed import ODD, Setting, train, whole_state
 from tests.helpers.compare import assert_equal
 
 FROZEN = ("blocks.0.up.weight", "blocks.0.up.bias", "blocks.0.scale", "norm.weight")
 MODEL = replace(ODD, depth=1, frozen=FROZEN)
-DOORS = ("functional", "wrapper")
+APIS = ("functional", "wrapper")
 
 
 def save_all(folder: Path) -> None:
-    for door in DOORS:
-        model, optimizer = Setting(door=door, model=MODEL).build()
-        path = folder / door
+    for api in APIS:
+        model, optimizer = Setting(api=api, model=MODEL).build()
+        path = folder / api
         checkpoint.save(path / "base", model)
         base = checkpoint.base_of(path / "base", model)
         train(model, optimizer, range(2))
@@ -55,11 +55,11 @@ def save_all(folder: Path) -> None:
 
 
 def load_all(folder: Path) -> None:
-    for number, door in enumerate(DOORS):
-        path = folder / DOORS[number - 1]
+    for number, api in enumerate(APIS):
+        path = folder / APIS[number - 1]
         expected = torch.load(path / "state.pt")
         for base in (None, folder / "huggingface"):
-            model, optimizer = Setting(door=door, model=MODEL).build(seed=5)
+            model, optimizer = Setting(api=api, model=MODEL).build(seed=5)
             loaded = checkpoint.load(path / "step", model, optimizer, base=base)
             assert loaded.extra == 3
             assert_equal(whole_state(model, optimizer), expected)
@@ -77,7 +77,7 @@ def test_the_rest_is_loaded_from_the_base_on_any_ranks(world: Any, tmp_path: Pat
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A checkpoint of one process, `step`, with the base beside it."""
-    model, optimizer = Setting(door="plain", model=MODEL).build()
+    model, optimizer = Setting(api="plain", model=MODEL).build()
     checkpoint.save(tmp_path / "run" / "base", model)
     base = checkpoint.base_of(tmp_path / "run" / "base", model)
     checkpoint.save(tmp_path / "run" / "step", model, optimizer, base=base)
@@ -85,14 +85,14 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_a_base_that_is_missing_or_another_one_is_refused(saved: Path) -> None:
-    model, optimizer = Setting(door="plain", model=MODEL).build(seed=5)
+    model, optimizer = Setting(api="plain", model=MODEL).build(seed=5)
     moved = saved.rename(saved.with_name("moved"))
     checkpoint.load(moved / "step", model, optimizer)
     before = whole_state(model, optimizer)
     shutil.rmtree(moved / "base")
     with pytest.raises(CheckpointError, match=r"needs its base.*moved/base or .*Pass the path"):
         checkpoint.load(moved / "step", model, optimizer)
-    other, _ = Setting(door="plain", model=MODEL).build(seed=7)
+    other, _ = Setting(api="plain", model=MODEL).build(seed=7)
     checkpoint.save(moved / "base", other)
     with pytest.raises(CheckpointError, match="has other names, shapes, dtypes or values"):
         checkpoint.load(moved / "step", model, optimizer)
@@ -190,9 +190,9 @@ def test_the_very_save_is_known_without_reading_it(
 
 def test_a_copied_run_uses_the_base_that_was_copied_with_it(saved: Path) -> None:
     copied = Path(shutil.copytree(saved, saved.with_name("copied")))
-    other, _ = Setting(door="plain", model=MODEL).build(seed=7)
+    other, _ = Setting(api="plain", model=MODEL).build(seed=7)
     checkpoint.save(saved / "base", other)  # the original run goes on with another base
-    model, optimizer = Setting(door="plain", model=MODEL).build(seed=5)
+    model, optimizer = Setting(api="plain", model=MODEL).build(seed=5)
     checkpoint.load(copied / "step", model, optimizer)
     # What is beside it is another one, and where the base was is the right one.
     shutil.copytree(copied / "base", saved / "base", dirs_exist_ok=True)
@@ -211,5 +211,5 @@ def test_a_record_of_an_older_version_is_compared_as_it_was(saved: Path) -> None
     del parts["crc32"]
     parts["crc32"] = manifests._checksum(parts)
     file.write_text(json.dumps(parts))
-    model, optimizer = Setting(door="plain", model=MODEL).build(seed=5)
+    model, optimizer = Setting(api="plain", model=MODEL).build(seed=5)
     checkpoint.load(saved / "step", model, optimizer)

@@ -12,8 +12,8 @@ import pytest
 from torch import nn
 
 from fullshard import CheckpointError, checkpoint
+from fullshard.checkpoint.folders.unfinished_save import is_locked
 from fullshard.checkpoint.manifest import MANIFEST
-from fullshard.checkpoint.unfinished_save import is_locked
 from tests.checkpoint.test_save import Gate
 
 

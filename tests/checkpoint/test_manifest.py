@@ -15,7 +15,7 @@ from fullshard import CheckpointError
 from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.manifest import FileRecord, Manifest, StoredTensor
 from fullshard.checkpoint.source import TensorRef
-from fullshard.plan.sharding import Sharding, replicated
+from fullshard.layout.sharding import Sharding, replicated
 
 PATH = Path("run/step-3")
 

@@ -25,19 +25,19 @@ ODD_PLACES = {"last": -1, "first": 0}
 """Which rank is unlike the others: also the one that tells them what is to be saved."""
 
 
-def build(door: str, replicas: int) -> nn.Module:
+def build(api: str, replicas: int) -> nn.Module:
     """Two matrices of which every rank has a part."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 6, bias=False), nn.Linear(6, 7, bias=False))
-    if door == "plain":
+    if api == "plain":
         return model
     sizes = (replicas, dist.get_world_size() // replicas) if replicas > 1 else None
     mesh = None if sizes is None else init_device_mesh("cpu", sizes, mesh_dim_names=("r", "s"))
-    if door == "functional":
+    if api == "functional":
         for layer in model:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
-    options: dict[str, Any] = {"use_orig_params": door == "wrapper", "device_mesh": mesh}
+    options: dict[str, Any] = {"use_orig_params": api == "wrapper", "device_mesh": mesh}
     if replicas > 1:
         options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
     for index, layer in enumerate(model):
@@ -120,9 +120,9 @@ ODD_OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], optim.Optimizer | None], l
 }
 
 
-def save_what_differs(folder: Path, door: str, replicas: int) -> dict[str, str]:
+def save_what_differs(folder: Path, api: str, replicas: int) -> dict[str, str]:
     """Errors by case, and by which rank was the odd one."""
-    model = build(door, replicas)
+    model = build(api, replicas)
     checkpoint.save(folder / "good", model, adam(model), extra=1, keep_last=1)
     errors = {}
     for place, index in ODD_PLACES.items():
@@ -160,7 +160,7 @@ def save_what_differs(folder: Path, door: str, replicas: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("door", "ranks", "replicas"),
+    ("api", "ranks", "replicas"),
     [
         ("plain", 2, 1),
         ("wrapper", 2, 1),
@@ -169,9 +169,9 @@ def save_what_differs(folder: Path, door: str, replicas: int) -> dict[str, str]:
     ],
 )
 def test_no_rank_saves_what_another_has_otherwise(
-    world: Any, tmp_path: Path, door: str, ranks: int, replicas: int
+    world: Any, tmp_path: Path, api: str, ranks: int, replicas: int
 ) -> None:
-    errors, *others = world(ranks).run(save_what_differs, tmp_path, door, replicas)
+    errors, *others = world(ranks).run(save_what_differs, tmp_path, api, replicas)
     assert all(other == errors for other in others), "the same on every rank"
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
     for case, (_, expected) in ODD_OPTIMIZERS.items():

@@ -19,7 +19,7 @@ from tests.helpers.ranks import RankError
 
 SMALL = replace(ODD, depth=1)
 
-DOORS = ("functional", "wrapper", "flat")
+APIS = ("functional", "wrapper", "flat")
 
 LAYOUTS: dict[str, tuple[int, int]] = {
     "1": (1, 1),
@@ -30,29 +30,29 @@ LAYOUTS: dict[str, tuple[int, int]] = {
 
 
 def write_all(folder: Path, layout: str) -> None:
-    """Train a little through every door, save, and note what was saved."""
-    for door in DOORS:
-        setting = Setting(door=door, replicas=LAYOUTS[layout][1], model=SMALL)
+    """Train a little through every API, save, and note what was saved."""
+    for api in APIS:
+        setting = Setting(api=api, replicas=LAYOUTS[layout][1], model=SMALL)
         model, optimizer = setting.build()
         train(model, optimizer, range(1))
-        checkpoint.save(folder / f"{layout}-{door}", model, optimizer, extra={"layout": layout})
+        checkpoint.save(folder / f"{layout}-{api}", model, optimizer, extra={"layout": layout})
         state = whole_state(model, optimizer)
         if dist.get_rank() == 0:
-            torch.save(state, folder / f"{layout}-{door}.pt")
+            torch.save(state, folder / f"{layout}-{api}.pt")
 
 
 def read_all(folder: Path, layout: str) -> None:
     """Load what was written into models that were initialized in another way.
 
-    Every layout loads every layout's. Doors are chosen such that every door loads every door's, and that all that was
+    Every layout loads every layout's. Apis are chosen such that every API loads every API's, and that all that was
     written is loaded by somebody.
     """
     here = list(LAYOUTS).index(layout)
     for there, written in enumerate(LAYOUTS):
-        door = DOORS[(here + there) % 3]
-        setting = Setting(door=door, replicas=LAYOUTS[layout][1], model=SMALL)
+        api = APIS[(here + there) % 3]
+        setting = Setting(api=api, replicas=LAYOUTS[layout][1], model=SMALL)
         model, optimizer = setting.build(seed=5)
-        name = f"{written}-{DOORS[(here + 2 * there) % 3]}"
+        name = f"{written}-{APIS[(here + 2 * there) % 3]}"
         loaded = checkpoint.load(folder / name, model, optimizer)
         assert loaded.extra == {"layout": written}
         assert_equal(whole_state(model, optimizer), torch.load(folder / f"{name}.pt"))
@@ -60,7 +60,7 @@ def read_all(folder: Path, layout: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_every_layout_and_door_reads_every_other(world: Any, tmp_path: Path) -> None:
+def test_every_layout_and_api_reads_every_other(world: Any, tmp_path: Path) -> None:
     for layout, (ranks, _) in LAYOUTS.items():
         world(ranks).run(write_all, tmp_path, layout)
     for layout, (ranks, _) in LAYOUTS.items():
@@ -75,8 +75,8 @@ def write_mixed(folder: Path) -> dict[str, Any]:
 
 
 def read_full(folder: Path, expected: dict[str, Any]) -> None:
-    for door in DOORS:
-        model, optimizer = Setting(door=door).build(seed=5)
+    for api in APIS:
+        model, optimizer = Setting(api=api).build(seed=5)
         checkpoint.load(folder / "mixed", model, optimizer)
         assert_equal(whole_state(model, optimizer), expected)
 
@@ -87,10 +87,10 @@ def test_mixed_precision_is_loaded_into_full(world: Any, tmp_path: Path) -> None
 
 
 RESUMED = {
-    f"{door} {optimizer} {'mixed' if mixed else 'fp32'}": Setting(
-        door=door, optimizer=optimizer, mixed=mixed
+    f"{api} {optimizer} {'mixed' if mixed else 'fp32'}": Setting(
+        api=api, optimizer=optimizer, mixed=mixed
     )
-    for door, mixed_ones in {"functional": ("AdamW", "view"), "wrapper": ("SGD",)}.items()
+    for api, mixed_ones in {"functional": ("AdamW", "view"), "wrapper": ("SGD",)}.items()
     for optimizer in OPTIMIZERS
     for mixed in (optimizer in mixed_ones,)
 }

@@ -14,15 +14,16 @@ from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import CheckpointError, ConfigurationError, checkpoint, fully_shard
-from fullshard.checkpoint import manifest as manifests, publication
+from fullshard.checkpoint import manifest as manifests
+from fullshard.checkpoint.folders import publication
+from fullshard.checkpoint.folders.unfinished_save import UnfinishedSave
 from fullshard.checkpoint.host_copies import HostMemory, Snapshot
-from fullshard.checkpoint.unfinished_save import UnfinishedSave
 from tests.helpers.checkpointed import Setting, train, whole_state
 from tests.helpers.compare import assert_equal
 
 
 def test_one_process_without_ranks(tmp_path: Path) -> None:
-    setting = Setting(door="plain")
+    setting = Setting(api="plain")
     model, optimizer = setting.build()
     train(model, optimizer, range(2))
     rng = torch.get_rng_state()
@@ -53,7 +54,7 @@ def test_one_process_without_ranks(tmp_path: Path) -> None:
 
 
 def test_files_are_what_others_can_read(tmp_path: Path) -> None:
-    model, optimizer = Setting(door="plain").build()
+    model, optimizer = Setting(api="plain").build()
     checkpoint.save(tmp_path / "a", model, optimizer)
     (file,) = tmp_path.glob("a/data-*/*.safetensors")
     with safe_open(file, "pt") as found:
@@ -63,7 +64,7 @@ def test_files_are_what_others_can_read(tmp_path: Path) -> None:
 
 
 def test_what_json_cannot_say_is_refused(tmp_path: Path) -> None:
-    model, _ = Setting(door="plain").build()
+    model, _ = Setting(api="plain").build()
     with pytest.raises(
         CheckpointError, match=r"(?s)extra\.when: builtins\.set.*extra\.f: .*function"
     ):
@@ -76,7 +77,7 @@ def test_what_json_cannot_say_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_last_ones_are_kept(tmp_path: Path) -> None:
-    model, _ = Setting(door="plain").build()
+    model, _ = Setting(api="plain").build()
     for step in (8, 9, 10):
         saved = checkpoint.save(tmp_path / f"step-{step}", model, extra=step, keep_last=2)
         assert saved.removed == ((tmp_path / "step-8",) if step == 10 else ())
@@ -87,7 +88,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
 def test_an_error_of_the_thread_is_logged_and_raised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, _ = Setting(door="plain").build()
+    model, _ = Setting(api="plain").build()
     (tmp_path / "file").touch()
     pending = checkpoint.async_save(tmp_path / "file", model)
     with pytest.raises(CheckpointError, match="file"):
@@ -123,7 +124,7 @@ class Gate:
 def test_the_copies_can_be_waited_for_while_the_thread_still_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = Setting(door="plain").build()
+    model, optimizer = Setting(api="plain").build()
     waiting: list[threading.Thread] = []
     wait = Snapshot.wait
 
@@ -145,8 +146,8 @@ def test_the_copies_can_be_waited_for_while_the_thread_still_writes(
     assert_equal(whole_state(model, optimizer), expected)
 
 
-def train_while_saving(folder: Path, door: str) -> None:
-    setting = Setting(door=door)
+def train_while_saving(folder: Path, api: str) -> None:
+    setting = Setting(api=api)
     model, optimizer = setting.build()
     train(model, optimizer, range(1))
     expected = whole_state(model, optimizer)
@@ -176,9 +177,9 @@ def train_while_saving(folder: Path, door: str) -> None:
     assert_equal(whole_state(model, optimizer), later)
 
 
-@pytest.mark.parametrize("door", ["functional", "wrapper"])
-def test_training_goes_on_while_a_thread_saves(world: Any, tmp_path: Path, door: str) -> None:
-    world(2).run(train_while_saving, tmp_path, door)
+@pytest.mark.parametrize("api", ["functional", "wrapper"])
+def test_training_goes_on_while_a_thread_saves(world: Any, tmp_path: Path, api: str) -> None:
+    world(2).run(train_while_saving, tmp_path, api)
 
 
 def save_stages(folder: Path) -> None:
@@ -224,7 +225,7 @@ def test_stages_of_a_pipeline_have_one_checkpoint(world: Any, tmp_path: Path) ->
 
 
 def test_state_is_read_into_the_memory_it_has(tmp_path: Path) -> None:
-    model, optimizer = Setting(door="plain").build()
+    model, optimizer = Setting(api="plain").build()
     train(model, optimizer, range(1))
     checkpoint.save(tmp_path / "a", model, optimizer)
     expected = whole_state(model, optimizer)
@@ -283,7 +284,7 @@ def test_replicas_write_in_turn_and_once(world: Any, tmp_path: Path) -> None:
 def test_a_relative_path_is_one_in_the_folder_of_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = Setting(door="plain").build()
+    model, _ = Setting(api="plain").build()
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
     moved, wait = threading.Event(), Snapshot.wait

@@ -37,7 +37,7 @@ from fullshard.checkpoint.tensor_files import (
     write_file,
 )
 from fullshard.errors import CheckpointError
-from fullshard.plan.blocks import Block, whole
+from fullshard.layout.blocks import Block, whole
 
 
 def entries_of(tensors: Mapping[str, Tensor]) -> list[NewEntry]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fullshard import CheckpointError, checkpoint
 from fullshard.checkpoint import manifest as manifests
-from tests.checkpoint.test_retention import names, restarted
+from tests.checkpoint.folders.test_retention import names, restarted
 from tests.helpers.failing_files import FailingFiles, Nth
 
 

@@ -14,7 +14,7 @@ from benchmarks.stream_timeline import tables
 from fullshard import torch_border
 from fullshard.checks.stream_check import StreamCheck
 from fullshard.checks.stream_order import Mark, Place, Wait, find_races
-from fullshard.comm.streams import FSDPCommContext
+from fullshard.transport.streams import FSDPCommContext
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -13,8 +13,8 @@ import pytest
 
 import fullshard
 from fullshard import checkpoint
-from fullshard.comm import collectives
-from fullshard.plan import mesh
+from fullshard.mesh import axes as mesh
+from fullshard.transport import collectives
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed import run as torchrun
 from typer.testing import CliRunner, Result
 
-from fullshard.checkpoint.conversion import write
+from fullshard.checkpoint.sources.conversion import write
 from fullshard.programs import cli
 from fullshard.programs.train import launch
 from fullshard.programs.train.config import RunConfig
@@ -60,22 +60,22 @@ ELSEWHERE = {
     r"torchrun .*examples/\w+.py .*": ("on ranks of the tests, in few steps", "tests/programs/test_examples.py"),
     r"torchrun .*examples.clients.\w+": ("needs its libraries", "tests/clients/test_clients.py"),
     r"torchrun .* -m (torchtitan.train|trl.scripts.\w+) \.\.\.": ("needs its libraries", "tests/clients/test_clients.py"),
-    r"torchrun .* -m fullshard plan calibrate .*": ("on ranks of the tests", "tests/plan_tool/test_calibrate.py"),
+    r"torchrun .* -m fullshard plan calibrate .*": ("on ranks of the tests", "tests/programs/plan_tool/test_calibrate.py"),
     r"torchrun --nnodes=2 .*": ("two hosts", "tests/programs/test_two_hosts.py"),
     r"export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": ("two hosts", "tests/programs/test_two_hosts.py"),
-    r"torchrun [^=]*-m fullshard.run train.py.*": ("under torchrun", "tests/run/test_program.py"),
-    r"python -m fullshard.run.*": ("in a process of its own", "tests/run/test_program.py"),
+    r"torchrun [^=]*-m fullshard.run train.py.*": ("under torchrun", "tests/drop_in/test_program.py"),
+    r"python -m fullshard.run.*": ("in a process of its own", "tests/drop_in/test_program.py"),
     r"accelerate launch .*": ("needs Accelerate", "tests/clients/test_clients.py"),
     r"srun .*": ("a stand-in for Slurm", "tests/programs/test_launch.py"),
     r"python (benchmarks/\w+.py|-m benchmarks.\w+).*": ("takes minutes or a GPU; in parts", "tests/programs/test_benchmarks.py"),
     r"python -m tests.helpers.divergences": ("takes minutes; most cases", "tests/promises/test_divergence.py"),
     r"python docs/build_api.py": ("rewrites a page", "tests/docs/test_api.py"),
     r"python docs/build_images.py": ("trains for minutes and makes pictures; by hand", "docs/build_images.py"),
-    r"python -m fullshard.programs.report.reference": ("prints tables", "tests/report/test_remedies.py"),
+    r"python -m fullshard.programs.report.reference": ("prints tables", "tests/programs/report/test_remedies.py"),
     r"wandb sync.*": ("needs wandb and an account", "docs/training.md"),
     r"fullshard evaluate RUN.*": ("starts ranks", "tests/programs/test_evaluate.py"),
-    r"fullshard plan llama3-8b .*": ("searches for seconds; with a small model", "tests/plan_tool/test_plan_command.py"),
-    r"fullshard plan .* --html .*": ("plans many numbers of GPUs", "tests/plan_tool/test_plan_page.py"),
+    r"fullshard plan llama3-8b .*": ("searches for seconds; with a small model", "tests/programs/plan_tool/test_plan_command.py"),
+    r"fullshard plan .* --html .*": ("plans many numbers of GPUs", "tests/programs/plan_tool/test_plan_page.py"),
     r"fullshard train .* --set data.path=chats.jsonl .*": ("imports transformers", "tests/programs/test_records.py"),
     r"fullshard export RUN/best": ("needs a run that keeps them", "tests/programs/test_best_weights.py"),
     r"fullshard export .* --ema": ("needs a run with averages", "tests/programs/test_averages.py"),

@@ -275,7 +275,7 @@ def test_checkpoints_of_one_are_loaded_by_the_other(
 
 
 def from_the_wrapper_to_fully_shard() -> tuple[Any, Any]:
-    """A full checkpoint of model and optimizer moves from one door to the other, as the page says."""
+    """A full checkpoint of model and optimizer moves from one entry to the other, as the page says."""
     wrapped = FSDP(
         make_decoder(seed=0), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
     )

@@ -18,11 +18,11 @@ PAGES = ("../README.md", "checkpoints.md", "divergence.md", "migration.md", "mig
 
 ELSEWHERE = {
     "api.md": "docstrings; signatures, mostly",
-    "clients.md": "tests/run/test_install.py",
+    "clients.md": "tests/drop_in/test_install.py",
     "graphs.md": "tests/gpu/test_graphed.py",
     "guide.md": "tests/docs/test_guide.py",
     "how_do_i.md": "tests/docs/test_how_do_i.py",
-    "pipelining.md": "tests/doors/test_pipelining.py",
+    "pipelining.md": "tests/features/test_pipelining.py",
     "streams.md": "tests/checks/test_debug.py",
     "report.md": "tests/docs/test_commands.py writes reports",
 }

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import fullshard.plan.layout
-from fullshard.comm.all_gather import GroupAllGather, Messages, UnshardedInPlace, all_gather_full
-from fullshard.comm.collectives import DefaultAllGather
-from fullshard.comm.journal import tag
+import fullshard.layout.segments
+from fullshard.divergence.journal import tag
+from fullshard.engine.all_gather import GroupAllGather, Messages, UnshardedInPlace, all_gather_full
 from fullshard.engine.sharded_state import ShardedState
-from fullshard.plan.layout import Layout, flat_layout, per_row_layout
+from fullshard.layout.segments import Layout, flat_layout, per_row_layout
 from fullshard.storage.buffers import FlatShard, ShardBuffer, UploadBuffer, shard_of
 from fullshard.torch_border import below_autograd
+from fullshard.transport.collectives import DefaultAllGather
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.param_groups import make_group
@@ -94,7 +94,7 @@ def gathers_twice(source: str, dtype: torch.dtype) -> None:
 def test_every_rank_has_the_full_parameters_in_the_compute_dtype(
     monkeypatch: pytest.MonkeyPatch, source: str, dtype: torch.dtype, in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     run_threads(WORLD, gathers_twice, source, dtype)
 
 
@@ -232,7 +232,7 @@ def from_the_post_forward_shard() -> None:
 def test_backward_gathers_what_forward_has_kept(
     monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     run_threads(4, from_the_post_forward_shard)
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-import fullshard.plan.layout
+import fullshard.layout.segments
 from fullshard import MixedPrecisionPolicy, UsageError, fully_shard
-from fullshard.comm import collectives, streams
-from fullshard.comm.backends import Backend
-from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine import captures, options
+from fullshard.mesh.backends import Backend
+from fullshard.transport import collectives, streams
+from fullshard.transport.streams import FSDPCommContext
 from tests.gpu.conftest import reduce_scatter
 from tests.helpers.fake import fake_world
 
@@ -135,7 +135,7 @@ FEW = 8
 def test_neither_events_nor_gathered_parameters_cross_the_border_of_a_capture(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], kept: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if kept else 1 << 40)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0 if kept else 1 << 40)
     expected, model = make_model(**settings), make_model(**settings)
     model.set_reshard_after_backward(not kept)
     gathers: list[int] = []

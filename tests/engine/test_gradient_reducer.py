@@ -19,19 +19,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from fullshard import MixedPrecisionPolicy
-from fullshard.comm.gradient_reducer import GradientReducer
-from fullshard.comm.journal import journal_of
-from fullshard.comm.reduce_buffer import ReduceBuffer
-from fullshard.comm.reduce_scatter import ReduceEvents
-from fullshard.comm.reduce_settings import DivideRule, divide_rule
-from fullshard.comm.streams import FSDPCommContext
-from fullshard.comm.unreduced_gradients import gradients_were_cleared
-from fullshard.plan.mesh import sharding_mesh_info
-from fullshard.plan.placement import ParamPlacement
+from fullshard.divergence.journal import journal_of
+from fullshard.engine.gradient_reducer import GradientReducer
+from fullshard.engine.reduce_scatter import ReduceEvents
+from fullshard.engine.reduce_settings import DivideRule, divide_rule
+from fullshard.engine.unreduced_gradients import gradients_were_cleared
+from fullshard.layout.placement import ParamPlacement
+from fullshard.mesh.axes import sharding_mesh_info
 from fullshard.storage.param import FSDPParam
+from fullshard.storage.reduce_buffer import ReduceBuffer
 from fullshard.storage.shard_formats import RowFormat
 from fullshard.storage.shard_storage import ShardStorage
 from fullshard.storage.sharded_params import ParamModuleInfo
+from fullshard.transport.streams import FSDPCommContext
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard
-from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.sharded_state import TRANSITIONS, ShardedState
 from fullshard.storage.shard_storage import ShardStorage
+from fullshard.transport.streams import FSDPCommContext
 from tests.helpers.fake import fake_world
 from tests.helpers.param_groups import make_group
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import fully_shard
-from fullshard.comm.gradient_reducer import GradientReducer
+from fullshard.engine.gradient_reducer import GradientReducer
 from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.runtime import Runtime

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.comm import collectives
-from fullshard.plan.mesh import DataParallelAxes
+from fullshard.mesh.axes import DataParallelAxes
+from fullshard.transport import collectives
 
 
 def reduce_scatter(

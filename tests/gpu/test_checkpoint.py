@@ -39,15 +39,15 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def build(door: str, make: Make, width: int = 256) -> tuple[nn.Module, optim.Optimizer]:
+def build(api: str, make: Make, width: int = 256) -> tuple[nn.Module, optim.Optimizer]:
     layers = [nn.Linear(width, width, device="cuda") for _ in range(4)]
     model: Any = nn.Sequential(*layers)
-    if door == "functional":
+    if api == "functional":
         for layer in model:
             fully_shard(layer)
         fully_shard(model)
     else:
-        model = FullyShardedDataParallel(model, use_orig_params=door == "wrapper")
+        model = FullyShardedDataParallel(model, use_orig_params=api == "wrapper")
     return model, make(model.parameters(), lr=0.1)
 
 
@@ -71,15 +71,15 @@ def places_of(optimizer: optim.Optimizer) -> list[torch.device]:
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
-@pytest.mark.parametrize("door", ["functional", "wrapper", "flat"])
-def test_a_resumed_run_is_the_same_run(tmp_path: Path, door: str, make: Make) -> None:
-    model, optimizer = build(door, make)
+@pytest.mark.parametrize("api", ["functional", "wrapper", "flat"])
+def test_a_resumed_run_is_the_same_run(tmp_path: Path, api: str, make: Make) -> None:
+    model, optimizer = build(api, make)
     train(model, optimizer, 2)
     checkpoint.save(tmp_path / "a", model, optimizer)
     places = places_of(optimizer)
     train(model, optimizer, 2)
     expected = state_of(model, optimizer)
-    again, its_optimizer = build(door, make)
+    again, its_optimizer = build(api, make)
     checkpoint.load(tmp_path / "a", again, its_optimizer)
     assert places_of(its_optimizer) == places
     train(again, its_optimizer, 2)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import MixedPrecisionPolicy, fully_shard, torch_border
-from fullshard.comm import collectives
-from fullshard.plan.mesh import DataParallelAxes
+from fullshard.mesh.axes import DataParallelAxes
+from fullshard.transport import collectives
 from tests.gpu.conftest import TO_ITSELF
 from tests.gpu.test_streams import WIDTH, Layer, equal, pause
 

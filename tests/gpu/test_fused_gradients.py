@@ -1,4 +1,4 @@
-"""Gradients written once on a GPU: as exact as products in fp32, in fewer kernels; see tests/doors/test_fused_gradients.py."""
+"""Gradients written once on a GPU: as exact as products in fp32, in fewer kernels; see tests/features/test_fused_gradients.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.comm.reduce_buffer import ReduceBuffer
+from fullshard.storage.reduce_buffer import ReduceBuffer
 from tests.helpers.fake import fake_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("reduce_scatter_that_reduces")]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fullshard
-import fullshard.plan.layout
+import fullshard.layout.segments
 from fullshard import CPUOffloadPolicy, UsageError, clip_grad_norm_
 from tests.gpu.graph_cases import (
     BATCH,
@@ -57,7 +57,7 @@ GATHERED = ("plain", "hsdp", "post-forward mesh", "int8 extension", "wire dtype"
 def test_replayed_steps_equal_eager_ones(
     monkeypatch: pytest.MonkeyPatch, name: str, in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     with fake_world(4):
         assert_replays_equal(CASES[name])
 
@@ -156,7 +156,7 @@ def test_eager_steps_may_come_between_replays(name: str) -> None:
 def test_sleeps_in_a_graph_do_not_change_the_bits(
     monkeypatch: pytest.MonkeyPatch, name: str, in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     with fake_world(4):
         expected = eager_results(CASES[name]())
         for seed in range(3):

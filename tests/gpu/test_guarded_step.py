@@ -1,7 +1,7 @@
 """Steps that really run out of the device's memory, anywhere: training goes on as if the batch had not been there.
 
 NCCL with one rank, which communicates with itself. How ranks leave a step together is tested with gloo, in
-tests/engine/test_guarded_step.py.
+tests/divergence/test_guarded_step.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import fullshard.plan.layout
+import fullshard.layout.segments
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, guarded_step
 from tests.gpu.lone_rank import lone_rank
 
@@ -150,7 +150,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_a_run_goes_on_after_it_ran_out_of_memory_anywhere(
     monkeypatch: pytest.MonkeyPatch, kind: str, in_place: bool, checkpointing: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     with lone_rank():
         *_, places = train(OPTIONS[kind], {}, checkpointing=checkpointing, skip=False)
         rng = random.Random(places)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import ConfigurationError, CPUOffloadPolicy
-from fullshard.comm.streams import FSDPCommContext
+from fullshard.transport.streams import FSDPCommContext
 from tests.gpu.test_streams import WIDTH, disturbed, equal, make_model, nothing, train
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg
 
-import fullshard.plan.layout
+import fullshard.layout.segments
 from fullshard import MixedPrecisionPolicy, fully_shard
 from tests.gpu.lone_rank import lone_rank
 from tests.gpu.test_streams import pause
@@ -99,7 +99,7 @@ def train_on_thread(
 def test_thread_ranks_on_one_gpu_equal_one_process(
     monkeypatch: pytest.MonkeyPatch, ranks: int, replicas: int, in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     model = make_model()
     x = torch.randn(12, 37, device="cuda")
     expected = losses_and_gradients(copy.deepcopy(model), x)
@@ -117,7 +117,7 @@ def test_thread_ranks_on_one_gpu_equal_one_process(
 def test_bf16_on_the_wire_between_thread_ranks_sums_as_fp32_does(
     monkeypatch: pytest.MonkeyPatch, ranks: int, replicas: int, in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     model = make_model()
     x = torch.randn(12, 37, device="cuda")
     wide = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -135,7 +135,7 @@ def test_bf16_on_the_wire_between_thread_ranks_sums_as_fp32_does(
 def test_nccl_with_one_rank_equals_no_sharding(
     monkeypatch: pytest.MonkeyPatch, in_place: bool, backend: str
 ) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     model = make_model()
     x = torch.randn(12, 37, device="cuda")
     expected = losses_and_gradients(copy.deepcopy(model), x)

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import fullshard.plan.layout
+import fullshard.layout.segments
 from examples.int8_gather import Int8Gathered, gather_linear_weights_as_int8
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, replicate
-from fullshard.comm import collectives
-from fullshard.comm.reduce_buffer import ReduceBuffer
-from fullshard.comm.reduce_scatter import ReduceEvents, ReduceScatterState
-from fullshard.comm.streams import FSDPCommContext
 from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.reduce_scatter import ReduceEvents, ReduceScatterState
+from fullshard.storage.reduce_buffer import ReduceBuffer
+from fullshard.transport import collectives
+from fullshard.transport.streams import FSDPCommContext
 from tests.helpers.fake import fake_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("reduce_scatter_that_reduces")]
@@ -74,10 +74,10 @@ def make_model(
         options["reshard_after_forward"] = part
     if fuse:
         options["fuse_gradients"] = True
-    door = replicate if replicated else fully_shard
+    api = replicate if replicated else fully_shard
     for layer in model[1:]:
-        door(layer, **options)
-    return door(model, **options)
+        api(layer, **options)
+    return api(model, **options)
 
 
 def train(model: nn.Module, rng: random.Random | None = None) -> list[Tensor]:
@@ -161,7 +161,7 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 def test_disturbed_streams_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, hsdp: bool, reduce_dtype: torch.dtype, in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     with fake_world(4):
         expected = train(make_model(hsdp, reduce_dtype))
         assert equal(train(make_model(hsdp, reduce_dtype)), expected)
@@ -193,7 +193,7 @@ def test_disturbed_streams_give_the_same_bits(
 def test_disturbed_streams_give_the_same_bits_on_every_mesh(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     with fake_world(4):
         expected = train(make_model(**options))
         for seed in range(8):
@@ -246,7 +246,7 @@ SETTERS = [
 def test_disturbed_streams_give_the_same_bits_with_every_setter(
     monkeypatch: pytest.MonkeyPatch, setter: Callable[[Any], None], in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
 
     def run(rng: random.Random | None = None) -> list[Tensor]:
         model = make_model()
@@ -350,7 +350,7 @@ def test_a_missing_wait_is_seen(
     monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:
     owner, method, replacement = SABOTAGE[name]
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0)
     with fake_world(4):
         expected = train(make_model(**options))
         monkeypatch.setattr(owner, method, replacement)

@@ -16,9 +16,9 @@ PROGRAM = """
 import torch, torch.distributed as dist
 from torch import nn
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.comm.streams import comm_contexts
+from fullshard.transport.streams import comm_contexts
 from fullshard.errors import DivergenceError
-from fullshard.plan.mesh import DataParallelAxes
+from fullshard.mesh.axes import DataParallelAxes
 
 # A rank alone communicates with itself, so that one GPU has NCCL to test.
 DataParallelAxes.shard_peers = property(lambda axes: axes.shard_process_group)

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 import fullshard.wrap
-from fullshard.comm.reduce_scatter import ReduceEvents
-from fullshard.comm.streams import FSDPCommContext
+from fullshard.engine.reduce_scatter import ReduceEvents
+from fullshard.transport.streams import FSDPCommContext
 from tests.gpu.lone_rank import lone_rank
 from tests.gpu.test_ranks import synchronised_collectives
 from tests.gpu.test_streams import DEPTH, WIDTH, HostEvent, Layer, disturbed, equal, pause
@@ -34,21 +34,21 @@ FULLSHARD = (fullshard, fullshard.wrap)
 TORCH = (torch_fsdp, torch_wrap)
 
 
-def wrapped(doors: tuple[ModuleType, ModuleType], model: nn.Module, **options: Any) -> Any:
-    door, wrap = doors
+def wrapped(apis: tuple[ModuleType, ModuleType], model: nn.Module, **options: Any) -> Any:
+    api, wrap = apis
     for name, enum in (
         ("sharding_strategy", "ShardingStrategy"),
         ("backward_prefetch", "BackwardPrefetch"),
     ):
         if options.get(name) is not None:
-            options[name] = getattr(door, enum)[options[name]]
+            options[name] = getattr(api, enum)[options[name]]
     if options.pop("offload", False):
-        options["cpu_offload"] = door.CPUOffload(offload_params=True)
+        options["cpu_offload"] = api.CPUOffload(offload_params=True)
     if options.pop("low", True):
-        options["mixed_precision"] = door.MixedPrecision(
+        options["mixed_precision"] = api.MixedPrecision(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
-    return door.FullyShardedDataParallel(
+    return api.FullyShardedDataParallel(
         model,
         auto_wrap_policy=wrap.ModuleWrapPolicy({Layer}),
         device_id=torch.device("cuda", 0),
@@ -171,7 +171,7 @@ def test_memory_does_not_grow_and_comes_back(use_orig_params: bool) -> None:
 
 
 def adam_run(
-    doors: tuple[ModuleType, ModuleType],
+    apis: tuple[ModuleType, ModuleType],
     model: nn.Module,
     *,
     with_optimizer: bool = True,
@@ -179,8 +179,8 @@ def adam_run(
 ) -> dict[str, Any]:
     """Some steps of AdamW; losses, the rank's parameters, and all state dicts."""
     torch.cuda.set_device(0)
-    door = doors[0]
-    model = wrapped(doors, copy.deepcopy(model), **options)
+    api = apis[0]
+    model = wrapped(apis, copy.deepcopy(model), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rank, world = dist.get_rank(), dist.get_world_size()
     losses, norms = [], []
@@ -193,7 +193,7 @@ def adam_run(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    fsdp = door.FullyShardedDataParallel
+    fsdp = api.FullyShardedDataParallel
     result: dict[str, Any] = {
         "losses": losses,
         "norms": norms,
@@ -230,7 +230,7 @@ def test_one_nccl_rank_equals_torch_s_fsdp1(use_orig_params: bool, low: bool) ->
     options = {"use_orig_params": use_orig_params, "low": low}
     with lone_rank():
         model = make_model()
-        ours, theirs = (adam_run(doors, model, **options) for doors in (FULLSHARD, TORCH))
+        ours, theirs = (adam_run(apis, model, **options) for apis in (FULLSHARD, TORCH))
     check_equal_to_torch(ours, theirs, exact=True)
 
 
@@ -258,21 +258,21 @@ def test_full_checkpoints_go_both_ways(use_orig_params: bool) -> None:
     """Written by one library and loaded by the other, training goes on with the same losses."""
     with lone_rank():
         options = {"use_orig_params": use_orig_params}
-        saved = {doors: adam_run(doors, make_model(), **options) for doors in (FULLSHARD, TORCH)}
+        saved = {apis: adam_run(apis, make_model(), **options) for apis in (FULLSHARD, TORCH)}
         losses = [
-            go_on(doors, saved[source], **options)
+            go_on(apis, saved[source], **options)
             for source in (FULLSHARD, TORCH)
-            for doors in (FULLSHARD, TORCH)
+            for apis in (FULLSHARD, TORCH)
         ]
     for others in losses[1:]:
         assert_close(others, losses[0], rtol=1e-5, atol=1e-7)
 
 
 def go_on(
-    doors: tuple[ModuleType, ModuleType], saved: dict[str, Any], **options: Any
+    apis: tuple[ModuleType, ModuleType], saved: dict[str, Any], **options: Any
 ) -> list[Tensor]:
-    fsdp = doors[0].FullyShardedDataParallel
-    model = wrapped(doors, make_model(), **options)
+    fsdp = apis[0].FullyShardedDataParallel
+    model = wrapped(apis, make_model(), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model.load_state_dict(copy.deepcopy(saved["state_dict"]))
     state = fsdp.optim_state_dict_to_load(model, optimizer, copy.deepcopy(saved["optimizer"]))
@@ -295,10 +295,10 @@ def go_on(
 def test_layouts_are_torch_s(use_orig_params: bool, rank: int) -> None:
     """Every rank of three holds, element for element, what it would hold with torch's."""
 
-    def parameters(doors: tuple[ModuleType, ModuleType]) -> dict[str, Tensor]:
+    def parameters(apis: tuple[ModuleType, ModuleType]) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), Layer(), nn.LayerNorm(3), nn.Linear(3, 2)).cuda()
-        sharded = wrapped(doors, model, use_orig_params=use_orig_params)
+        sharded = wrapped(apis, model, use_orig_params=use_orig_params)
         return {name: p.detach().clone() for name, p in sharded.named_parameters()}
 
     with fake_world(3, rank), nullcontext():

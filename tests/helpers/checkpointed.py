@@ -1,4 +1,4 @@
-"""Training that can be saved and loaded: one model and optimizer for all doors, and all of its state, whole.
+"""Training that can be saved and loaded: one model and optimizer for both APIs, and all of its state, whole.
 
 What is compared is gathered by other means than checkpoints: DTensors by themselves, the wrapper's by its state
 dicts.
@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
 class Setting:
     """How a model is sharded and trained; a value, so that it travels to the ranks."""
 
-    door: str = "functional"
+    api: str = "functional"
     """functional, wrapper (the user's parameters), flat (FlatParameters) or plain (not sharded at all)."""
     replicas: int = 1
     """More than one: HSDP."""
@@ -54,8 +54,8 @@ class Setting:
     def build(self, seed: int = 0) -> tuple[nn.Module, optim.Optimizer]:
         """The model, sharded, and its optimizer."""
         model: nn.Module = make_decoder(self.model, seed)
-        if self.door != "plain":
-            model = self._functional(model) if self.door == "functional" else self._wrapped(model)
+        if self.api != "plain":
+            model = self._functional(model) if self.api == "functional" else self._wrapped(model)
         trainable = [param for param in model.parameters() if param.requires_grad]
         return model, OPTIMIZERS[self.optimizer](trainable)
 
@@ -90,7 +90,7 @@ class Setting:
             model,
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             device_id=torch.device("cpu"),
-            use_orig_params=self.door == "wrapper",
+            use_orig_params=self.api == "wrapper",
             **options,
         )
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.agreement import Outline, agreed, outline_of
-from fullshard.checkpoint.local_state import LocalModelState, LocalTensor
 from fullshard.checkpoint.manifest import StoredTensor
-from fullshard.checkpoint.model_target import ModelTarget, ReadRequest
-from fullshard.checkpoint.optimizer_local_state import optimizer_tree
-from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.source import Source, TensorInfo
-from fullshard.plan.blocks import Block, whole
-from fullshard.plan.param_shardings import inverse
+from fullshard.checkpoint.state.local_state import LocalModelState, LocalTensor
+from fullshard.checkpoint.state.model_target import ModelTarget, ReadRequest
+from fullshard.checkpoint.state.optimizer_local_state import optimizer_tree
+from fullshard.checkpoint.state.optimizer_target import OptimizerTarget
+from fullshard.layout.blocks import Block, whole
+from fullshard.layout.param_shardings import inverse
 
 
 class MemorySource:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import fully_shard
-from fullshard.comm.watchdog import rounds
+from fullshard.divergence.watchdog import rounds
 from fullshard.errors import DivergenceError
 from tests.helpers.hosts import INTERFACE, Host
 from tests.helpers.rank_programs import be_apart

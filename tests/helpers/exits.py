@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fullshard import checkpoint, torch_border
-from fullshard.checkpoint import publication, save_plan
+from fullshard.checkpoint import save_plan
+from fullshard.checkpoint.folders import publication
 
 TIMEOUT = timedelta(seconds=3)
 

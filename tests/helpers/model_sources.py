@@ -1,4 +1,4 @@
-"""Models of a `ModelSource` through every door, as a run builds them; on the CPU."""
+"""Models of a `ModelSource` through every API, as a run builds them; on the CPU."""
 
 from __future__ import annotations
 

@@ -137,14 +137,14 @@ def _hybrid(net: OddNet, **options: Any) -> nn.Module:
 
 
 def _hybrid_of_groups(net: OddNet) -> nn.Module:
-    group = fullshard.plan.mesh.default_group()
-    shard = fullshard.plan.mesh.block_group(group, 2)
-    across = fullshard.plan.mesh._companion(group, "stride", 2)
+    group = fullshard.mesh.axes.default_group()
+    shard = fullshard.mesh.axes.block_group(group, 2)
+    across = fullshard.mesh.axes._companion(group, "stride", 2)
     strategy = ShardingStrategy.HYBRID_SHARD
     return wrapped_odd_net(net, process_group=(shard, across), sharding_strategy=strategy)
 
 
-DOORS: dict[str, Callable[[OddNet], nn.Module]] = {
+APIS: dict[str, Callable[[OddNet], nn.Module]] = {
     "none": lambda net: net,
     "fully_shard": _fully_sharded,
     "last dim": _along_last_dim,
@@ -160,7 +160,7 @@ DOORS: dict[str, Callable[[OddNet], nn.Module]] = {
 }
 """For any number of ranks."""
 
-DOORS_OF_FOUR: dict[str, Callable[[OddNet], nn.Module]] = {
+APIS_OF_FOUR: dict[str, Callable[[OddNet], nn.Module]] = {
     "hsdp": _hsdp,
     "tensor parallel": _with_tensor_parallelism,
     "hybrid": _hybrid,
@@ -174,6 +174,6 @@ def _without_frozen(net: OddNet) -> OddNet:
     return net.requires_grad_(True)
 
 
-def odd_net_behind(door: str, seed: int = 0, *, frozen: bool = True) -> nn.Module:
+def odd_net_behind(api: str, seed: int = 0, *, frozen: bool = True) -> nn.Module:
     net = make_odd_net(seed)
-    return {**DOORS, **DOORS_OF_FOUR}[door](net if frozen else _without_frozen(net))
+    return {**APIS, **APIS_OF_FOUR}[api](net if frozen else _without_frozen(net))

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.plan.mesh import sharding_mesh_info
-from fullshard.plan.placement import DTensorPlacer, ParamPlacement
-from fullshard.plan.policies import MixedPrecisionPolicy, OffloadPolicy
+from fullshard.layout.placement import DTensorPlacer, ParamPlacement
+from fullshard.mesh.axes import sharding_mesh_info
+from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.storage.param import FSDPParam
 from fullshard.storage.shard_formats import FlatFormat, FlatParameterFormat, RowFormat, ShardFormat
 from fullshard.storage.sharded_params import ParamModuleInfo

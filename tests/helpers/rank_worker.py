@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.journal import POSITION
+from fullshard.divergence.journal import POSITION
 from tests.helpers.backends import ENVIRONMENTS, own_device
 from tests.helpers.groups import leave_group, spare_collections
 from tests.helpers.life_cycle import check_every_change_of_state

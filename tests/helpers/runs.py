@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from fullshard.comm.watchdog.judge import Judgement
-from fullshard.comm.watchdog.stalls import StallReports
+from fullshard.divergence.watchdog.judge import Judgement
+from fullshard.divergence.watchdog.stalls import StallReports
 from fullshard.programs.run_events import read_events
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config

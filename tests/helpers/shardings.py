@@ -6,8 +6,8 @@ import math
 
 from hypothesis import strategies as st
 
-from fullshard.plan.blocks import Block
-from fullshard.plan.sharding import Cuts, Sharding
+from fullshard.layout.blocks import Block
+from fullshard.layout.sharding import Cuts, Sharding
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 

@@ -2,7 +2,7 @@
 
     dist.init_process_group("stand-in", ...)       # after this module was imported
 
-Its manners. Each has a test in tests/communication/test_stand_in.py; tests/gpu/test_nccl_ranks.py asks NCCL for the same:
+Its manners. Each has a test in tests/test_stand_in_backend.py; tests/gpu/test_nccl_ranks.py asks NCCL for the same:
 
     later         a call returns at once. A thread of the communicator does the work, in the order of the calls. The host
                   waits only for works that it is told to wait for
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistBackendError, PrefixStore, Store
 
-from fullshard.comm.backends import Backend, know
+from fullshard.mesh.backends import Backend, know
 from fullshard.torch_border import process_groups
 
 NAME = "stand-in"

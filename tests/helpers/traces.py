@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fullshard.comm.collectives import DefaultAllGather
+from fullshard.transport.collectives import DefaultAllGather
 
 Event = dict[str, Any]
 

@@ -108,7 +108,7 @@ def train(api: str, run: Run, world_size: int = 1) -> Record:
 class ShardOptimizer:
     """AdamW or SGD, of this rank's shards: with DTensors, planning their operations takes as long as a step.
 
-    Tests of optimizers of DTensors are in tests/doors.
+    Tests of optimizers of DTensors are in tests/fsdp2.
     """
 
     def __init__(self, name: str, params: list[nn.Parameter], lr: float = 1e-2) -> None:

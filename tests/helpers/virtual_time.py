@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fullshard.comm import collectives, spans
 from fullshard.tracing.trace import Recording
+from fullshard.transport import collectives, spans
 
 US = 1_000
 SLOWNESS = 8

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import fully_shard
-from fullshard.comm.watchdog import stalls, thread
+from fullshard.divergence.watchdog import stalls, thread
 from fullshard.errors import DivergenceError
 from tests.helpers.ranks import FORK_SERVER
 

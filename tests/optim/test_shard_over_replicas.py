@@ -33,9 +33,10 @@ from fullshard import (
     fully_shard,
     replicate,
 )
-from fullshard.comm.backends import NOTHING
 from fullshard.engine.tensor_trees import map_tensors
-from fullshard.optim import EMA, AdamW8bit, Muon, ShardedOptimizer, block_units, param_cuts
+from fullshard.mesh.backends import NOTHING
+from fullshard.optim import EMA, AdamW8bit, Muon, ShardedOptimizer, param_cuts
+from fullshard.optim.eight_bit import units as block_units
 from fullshard.optim.fused_shards import local_of
 from fullshard.sharded_grad_scaler import ShardedGradScaler
 from fullshard.wrap import ModuleWrapPolicy
@@ -45,7 +46,7 @@ from tests.helpers.training import batch_of
 
 STEPS = 20
 FEW = 3
-DOORS = ("fully_shard", "orig", "flat")
+APIS = ("fully_shard", "orig", "flat")
 ODD = ModelOptions(width=22, hidden=51, depth=1, scalar=True, tied=True, frozen=("norm.bias",))
 """Shards that are not divisible, 0-d, tied and frozen parameters."""
 
@@ -55,14 +56,14 @@ def mesh() -> Any:
     return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(door: str, options: ModelOptions = ODD) -> Any:
+def sharded(api: str, options: ModelOptions = ODD) -> Any:
     model = make_decoder(options)
-    if door == "fully_shard":
+    if api == "fully_shard":
         grid = mesh()
         for block in model.blocks:
             fully_shard(block, mesh=grid)
         return fully_shard(model, mesh=grid)
-    if door == "flat":
+    if api == "flat":
         model = make_decoder(ModelOptions(width=22, hidden=51, depth=1))
     return FullyShardedDataParallel(
         model,
@@ -70,7 +71,7 @@ def sharded(door: str, options: ModelOptions = ODD) -> Any:
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
         device_mesh=mesh(),
         device_id=torch.device("cpu"),
-        use_orig_params=door == "orig",
+        use_orig_params=api == "orig",
     )
 
 
@@ -125,11 +126,11 @@ def groups(model: Any) -> list[dict[str, Any]]:
     return [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 0.02}]
 
 
-def twice(door: str, steps: int) -> tuple[int, int]:
+def twice(api: str, steps: int) -> tuple[int, int]:
     """Train with and without, compare, and return the bytes of state."""
     runs = []
     for make in (optim.AdamW, partial(over_replicas, optim.AdamW)):
-        model = sharded(door)
+        model = sharded(api)
         optimizer = make(groups(model), lr=0.01)
         losses = train(model, optimizer, range(steps))
         runs.append((losses, held(model, optimizer), state_bytes(optimizer)))
@@ -138,16 +139,16 @@ def twice(door: str, steps: int) -> tuple[int, int]:
     return runs[0][2], runs[1][2]
 
 
-def every_door() -> list[tuple[int, int]]:
-    return [twice(door, FEW if door == "flat" else STEPS) for door in DOORS]
+def every_api() -> list[tuple[int, int]]:
+    return [twice(api, FEW if api == "flat" else STEPS) for api in APIS]
 
 
 def test_twenty_steps_give_the_same_bits_with_half_of_the_state(world) -> None:
-    found = world(4).run(every_door)
-    for door in range(len(DOORS)):
+    found = world(4).run(every_api)
+    for api in range(len(APIS)):
         for rank in (0, 1):
-            usual, one = found[rank][door]
-            other = found[rank + 2][door][1]
+            usual, one = found[rank][api]
+            other = found[rank + 2][api][1]
             assert one + other == usual
             assert abs(one - other) <= 0.1 * usual, (one, other)
 
@@ -442,15 +443,15 @@ def test_a_run_goes_on_over_other_ranks_and_by_the_other_api(world, tmp_path: Pa
 
 def exchanged(folder: Path) -> None:
     """States go from ours to torch's optimizer and back, by all ways there are."""
-    for door in ("fully_shard", "orig"):
+    for api in ("fully_shard", "orig"):
         runs = {}
         for name, make in (("usual", optim.AdamW), ("ours", partial(over_replicas, optim.AdamW))):
-            model = sharded(door, SMALL)
+            model = sharded(api, SMALL)
             runs[name] = model, make(model.parameters(), lr=0.03)
             train(*runs[name], range(2))
         expected = held(*runs["usual"])
         for source, target in (("ours", "usual"), ("usual", "ours")):
-            if door == "orig":
+            if api == "orig":
                 by_wrapper(*runs[source], *runs[target])
             else:
                 by_torch(folder / source, *runs[source], *runs[target])

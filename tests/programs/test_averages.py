@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from fullshard.checkpoint.formats import use_source
 from fullshard.checkpoint.source import Source
-from fullshard.checkpoint.verified_reads import read_verified
+from fullshard.checkpoint.sources.formats import use_source
+from fullshard.checkpoint.sources.verified_reads import read_verified
 from fullshard.programs.cli import build_app
 from fullshard.programs.train.built_in import llama_name
 from fullshard.programs.train.config import RunConfig

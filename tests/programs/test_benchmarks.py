@@ -33,7 +33,7 @@ from benchmarks.estimate import Ratio, Spread, of_some, over
 from benchmarks.measure import Record
 from benchmarks.transformer import PRESETS, Shape
 from fullshard import torch_border
-from fullshard.comm.watchdog import thread as watchdog_thread
+from fullshard.divergence.watchdog import thread as watchdog_thread
 from tests.helpers.fake import fake_world
 from tests.helpers.groups import leave_group
 

@@ -1,4 +1,4 @@
-"""The built-in decoder as what a run trains: sizes, doors, and its way to transformers."""
+"""The built-in decoder as what a run trains: sizes, apis, and its way to transformers."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def test_every_weight_has_a_name_of_its_own_in_a_llama() -> None:
 
 @torch.no_grad()
 def exported(folder: Path) -> Tensor | None:
-    """Export through both doors; return the scores, on the first rank."""
+    """Export through both APIs; return the scores, on the first rank."""
     source = open_model(CONFIG)
     alone = unsharded(source)
     source.fill(alone, seed=3)
     expected = source.scores(alone, TOKENS)
-    for door in (sharded, wrapped):
-        model = door(source)
+    for api in (sharded, wrapped):
+        model = api(source)
         source.fill(model, seed=3)
         assert_equal(source.scores(model, TOKENS), expected)
-        export(source, model, folder / door.__name__)
+        export(source, model, folder / api.__name__)
     return expected if dist.get_rank() == 0 else None
 
 
@@ -63,17 +63,17 @@ def loaded_by_transformers(folder: Path, expected: Tensor) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     os.environ["HF_HUB_OFFLINE"] = "1"
-    for door in (sharded, wrapped):
-        llama = AutoModelForCausalLM.from_pretrained(folder / door.__name__)
+    for api in (sharded, wrapped):
+        llama = AutoModelForCausalLM.from_pretrained(folder / api.__name__)
         assert type(llama).__name__ == "LlamaForCausalLM"
         assert_close(llama(TOKENS).logits, expected, rtol=1e-4, atol=1e-6)
-        tokenizer = AutoTokenizer.from_pretrained(folder / door.__name__)
+        tokenizer = AutoTokenizer.from_pretrained(folder / api.__name__)
         text = "def é(x):\n\t  return 1\u20ac \0"
         assert tokenizer.encode(text) == list(text.encode())
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_either_door_exports_a_llama_that_transformers_loads(world: Any, tmp_path: Path) -> None:
+def test_either_api_exports_a_llama_that_transformers_loads(world: Any, tmp_path: Path) -> None:
     expected, _ = world(2).run(exported, tmp_path)
     world(1).run(loaded_by_transformers, tmp_path, expected)  # importing it takes seconds on a rank
 

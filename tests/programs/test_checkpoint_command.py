@@ -15,8 +15,8 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from fullshard.checkpoint.conversion import FORMATS, write
-from fullshard.checkpoint.formats import open_source
+from fullshard.checkpoint.sources.conversion import FORMATS, write
+from fullshard.checkpoint.sources.formats import open_source
 from fullshard.errors import size_text
 from fullshard.programs import cli
 from fullshard.programs.checkpoint_tool import contents, output
@@ -85,7 +85,7 @@ def test_pieces_are_where_inspect_says(made: Path, name: str) -> None:
 
 
 def _whole(tensor: torch.Tensor) -> Any:
-    from fullshard.plan.blocks import whole
+    from fullshard.layout.blocks import whole
 
     return whole(tensor.shape)
 

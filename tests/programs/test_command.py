@@ -16,14 +16,14 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 import fullshard
+from fullshard.drop_in import program
+from fullshard.drop_in.program import cap_cpu_instructions
 from fullshard.errors import CheckpointError
 from fullshard.programs import cli
 from fullshard.programs.train import launch
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config, to_toml
 from fullshard.programs.train.rank_info import RankInfo
-from fullshard.run import program
-from fullshard.run.program import cap_cpu_instructions
 from tests.helpers.runs import last_losses, records, tiny
 
 ROOT = Path(__file__).parents[2]

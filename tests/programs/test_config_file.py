@@ -120,13 +120,13 @@ def test_settings_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Pat
     assert config == RunConfig(train=TrainSection(steps=8, batch=6))
 
 
-@pytest.mark.parametrize(("door", "api"), [("wrapper", "fsdp1"), ("fully_shard", "fsdp2")])
+@pytest.mark.parametrize(("entry", "api"), [("wrapper", "fsdp1"), ("fully_shard", "fsdp2")])
 def test_files_and_settings_with_the_old_name_of_a_field_are_read(
-    tmp_path: Path, door: str, api: str
+    tmp_path: Path, entry: str, api: str
 ) -> None:
-    file = write(tmp_path, f'[sharding]\ndoor = "{door}"\n')
+    file = write(tmp_path, f'[sharding]\ndoor = "{entry}"\n')
     other = "fsdp2" if api == "fsdp1" else "fsdp1"
-    for config in (read_config(file), read_config(None, [f"sharding.door={door}"])):
+    for config in (read_config(file), read_config(None, [f"sharding.door={entry}"])):
         assert config.sharding.api == api
         assert f'\napi = "{api}"\n' in to_toml(config) and "door" not in to_toml(config)
     assert read_config(file, [f"sharding.api={other}"]).sharding.api == other

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
-from fullshard.checkpoint.conversion import write
-from fullshard.checkpoint.formats import open_source
+from fullshard.checkpoint.sources.conversion import write
+from fullshard.checkpoint.sources.formats import open_source
 from fullshard.errors import CheckpointError, size_text
-from fullshard.plan.blocks import whole
+from fullshard.layout.blocks import whole
 from fullshard.programs import cli
 from fullshard.programs.train import launch
 from fullshard.programs.train.config import RunConfig

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fullshard.checkpoint.dcp import write_dcp
-from fullshard.checkpoint.torch_files import write_torch_file
+from fullshard.checkpoint.sources.dcp import write_dcp
+from fullshard.checkpoint.sources.torch_files import write_torch_file
 from fullshard.programs.cli import build_app
 from fullshard.programs.console.safe_text import safe_line, safe_text
 from fullshard.programs.console.tables import print_facts, print_line, print_table

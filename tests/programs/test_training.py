@@ -324,7 +324,7 @@ def test_only_matrices_are_decayed(world: MakeWorld, tmp_path: Path) -> None:
 
 
 def decayed_names(config: RunConfig) -> tuple[list[str], list[str]]:
-    from fullshard.plan.names import clean_name
+    from fullshard.layout.names import clean_name
     from fullshard.programs.train.model_source import open_model
     from fullshard.programs.train.sharded_model import build_model
 

@@ -83,7 +83,7 @@ FILES = [
     "tokenizer_config.json",
 ]
 
-DOORS = (sharded, wrapped, wrapped_with_original_params)
+ENTRIES = (sharded, wrapped, wrapped_with_original_params)
 
 
 def trained(source: ModelSource, model: nn.Module) -> nn.Module:
@@ -102,7 +102,7 @@ def scores_of(source: ModelSource, model: nn.Module) -> Tensor:
 
 
 def there_and_back(folder: Path, exports: Path) -> list[str]:
-    """Fill, train and export through every door; the same as without sharding."""
+    """Fill, train and export through every entry; the same as without sharding."""
     from transformers import AutoModelForCausalLM
 
     source = source_of(folder)
@@ -112,19 +112,19 @@ def there_and_back(folder: Path, exports: Path) -> list[str]:
     trained(source, alone)
     end = scores_of(source, alone)
     assert not torch.allclose(begin, end)
-    for door in DOORS:
-        model = door(source)
+    for entry in ENTRIES:
+        model = entry(source)
         source.fill(model, seed=0)
         assert_equal(scores_of(source, model.train()), begin)
         trained(source, model.train())
         assert_close(scores_of(source, model), end, rtol=1e-4, atol=1e-5)
-        exported = exports / door.__name__
+        exported = exports / entry.__name__
         export(source, model, exported)
         again = AutoModelForCausalLM.from_pretrained(exported)
         assert_equal(scores_of(source, again), scores_of(source, model))
 
         pretrained = source_of(exported, pretrained=True)
-        resumed = door(pretrained)
+        resumed = entry(pretrained)
         pretrained.fill(resumed, seed=1)
         assert_equal(scores_of(pretrained, resumed), scores_of(source, model))
     return sorted(path.name for path in exported.iterdir())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import fullshard
 from fullshard import checkpoint, torch_border
 from fullshard.checkpoint import save_plan
-from fullshard.engine import graphed_step
+from fullshard.features.graphs import graphed_step
 from tests.helpers.divergences import LIMIT_S, Training, outcome
 from tests.helpers.rank_programs import Job, Rank, Results, start
 

@@ -35,19 +35,12 @@ from fullshard import (
     fully_shard,
 )
 from fullshard.api import OptimStateKeyType
-from fullshard.checkpoint.local_state import LocalModelState
-from fullshard.comm import step_guard
-from fullshard.engine import clip_grad
+from fullshard.checkpoint.state.local_state import LocalModelState
+from fullshard.divergence import step_guard
+from fullshard.features import clip_grad
 from fullshard.fsdp1.wrapper_options import choose_device
-from fullshard.optim import (
-    EMA,
-    AdamW8bit,
-    ShardedOptimizer,
-    adamw8bit,
-    block_units,
-    ema,
-    sharded_optimizer,
-)
+from fullshard.optim import EMA, AdamW8bit, ShardedOptimizer, ema, sharded_optimizer
+from fullshard.optim.eight_bit import adamw8bit, units as block_units
 from fullshard.optim.param_cuts import cuts_of_members
 from fullshard.tracing.group_facts import states_in
 from tests.helpers.fake import fake_world
@@ -56,8 +49,18 @@ CPU = torch.device("cpu")
 SOURCE = Path(fullshard.__file__).parent
 TESTS = Path(__file__).parents[1]
 ROOMS = (
-    *("fsdp1", "fsdp2", "engine", "comm", "plan", "storage", "optim"),
-    *("checkpoint", "checks", "run", "tracing", "*.py"),
+    *(
+        "fsdp1",
+        "fsdp2",
+        "engine",
+        "features",
+        "transport",
+        "divergence",
+        "mesh",
+        "layout",
+        "storage",
+    ),
+    *("optim", "checkpoint", "checks", "drop_in", "tracing", "*.py"),
 )
 ERRORS = {
     name
@@ -134,127 +137,127 @@ checks/checked_block.py::CheckedBlock._refuse_to_say_nothing
 checks/stream_check.py::StreamCheck.enter
     needs ranks that do not exist | checks/test_debug::test_ranks_that_exist_are_refused_without_a_gpu | checks/test_debug::test_a_step_without_races_passes_and_says_how_much_was_checked
 fsdp1/comm_hooks.py::register
-    A wrapper takes one communication hook | doors/test_wrapper::test_methods_of_the_outermost_wrapper_are_refused_below_it | doors/test_wrapper::test_methods_of_the_outermost_wrapper_are_refused_below_it
-    replaces one reduction, but hybrid | doors/test_wrapper::test_ranks_are_groups_or_meshes | doors/test_wrapper::test_methods_of_the_outermost_wrapper_are_refused_below_it
+    A wrapper takes one communication hook | fsdp1/test_wrapper::test_methods_of_the_outermost_wrapper_are_refused_below_it | fsdp1/test_wrapper::test_methods_of_the_outermost_wrapper_are_refused_below_it
+    replaces one reduction, but hybrid | fsdp1/test_wrapper::test_ranks_are_groups_or_meshes | fsdp1/test_wrapper::test_methods_of_the_outermost_wrapper_are_refused_below_it
     it excludes wire_dtype | promises/test_wire::test_what_makes_no_sense_is_refused_on_all_ranks | promises/test_wire::test_setters_of_reductions_hold
 fsdp1/construction.py::materialise
-    need a reset_parameters() | doors/test_wrapper::test_meta_modules_get_memory_and_values | doors/test_wrapper::test_meta_modules_get_memory_and_values
-    param_init_fn must materialise | doors/test_wrapper::test_meta_modules_get_memory_and_values | doors/test_wrapper::test_meta_modules_get_memory_and_values
+    need a reset_parameters() | fsdp1/test_wrapper::test_meta_modules_get_memory_and_values | fsdp1/test_wrapper::test_meta_modules_get_memory_and_values
+    param_init_fn must materialise | fsdp1/test_wrapper::test_meta_modules_get_memory_and_values | fsdp1/test_wrapper::test_meta_modules_get_memory_and_values
 fsdp1/construction.py::_check_all_ranks_can_receive
-    With sync_module_states | doors/test_wrapper::test_if_one_rank_cannot_receive_them_all_raise | doors/test_wrapper::test_all_ranks_get_the_values_of_rank_0
+    With sync_module_states | fsdp1/test_wrapper::test_if_one_rank_cannot_receive_them_all_raise | fsdp1/test_wrapper::test_all_ranks_get_the_values_of_rank_0
 fsdp1/construction.py::_check
-    must be plain tensors | doors/test_subclasses::test_parts_of_them_cannot_be_kept_and_wrappers_do_not_flatten_them | doors/test_wrapper::test_ignored_modules_and_parameters_are_left_alone
+    must be plain tensors | storage/test_subclasses::test_parts_of_them_cannot_be_kept_and_wrappers_do_not_flatten_them | fsdp1/test_wrapper::test_ignored_modules_and_parameters_are_left_alone
     those of torch.jit do | promises/test_legal_programs::test_a_forward_makes_a_container_a_module_that_can_be_sharded | promises/test_legal_programs::test_a_forward_makes_a_container_a_module_that_can_be_sharded
     have hooks on their gradients | promises/test_unnoticed::test_hooks_on_flat_parameters_run_and_those_that_cannot_are_refused | promises/test_unnoticed::test_hooks_on_flat_parameters_run_and_those_that_cannot_are_refused
-    so all or none must be | doors/test_wrapper::test_parameters_that_do_not_go_together_are_named | doors/test_wrapper::test_parameters_that_do_not_go_together_are_named
-    of one dtype, but there are | doors/test_wrapper::test_parameters_that_do_not_go_together_are_named | doors/test_wrapper::test_parameters_that_do_not_go_together_are_named
+    so all or none must be | fsdp1/test_wrapper::test_parameters_that_do_not_go_together_are_named | fsdp1/test_wrapper::test_parameters_that_do_not_go_together_are_named
+    of one dtype, but there are | fsdp1/test_wrapper::test_parameters_that_do_not_go_together_are_named | fsdp1/test_wrapper::test_parameters_that_do_not_go_together_are_named
 fsdp1/construction.py::_placements
-    Parameters that are DTensors | doors/test_wrapper_tensor_parallel::test_whole_parameters_of_parallel_modules_are_dtensors | doors/test_wrapper_tensor_parallel::test_tensor_parallel_modules_in_wrappers_train_as_one_process
-fsdp1/loadable_optimizer_state.py::_agree_on_keys
-     | doors/test_wrapper_optimizer_agreement::test_what_differs_between_ranks_is_the_same_error_on_all | doors/test_wrapper_optimizer_agreement::test_what_is_there_is_loaded
-fsdp1/optimizer_params.py::ModelParams.__init__
-    within summon_full_params | doors/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | doors/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
-fsdp1/optimizer_params.py::refuse_unknown_params
-     | promises/test_guards::test_optimizers_of_other_models_are_refused | doors/test_wrapper_optimizer_agreement::test_an_optimizer_may_leave_out_what_its_rank_has_nothing_of
-fsdp1/optimizer_params.py::warn_deprecated
-    and choose the kind of state | doors/test_wrapper_optimizer_states::test_old_methods_say_what_replaces_them | doors/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
-    optim_input is deprecated | doors/test_wrapper_optimizer_states::test_old_methods_say_what_replaces_them | doors/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
-fsdp1/optimizer_state_reports.py::plan_states
-     | doors/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | doors/test_wrapper_optimizer_states::test_unusual_state_is_kept
-fsdp1/optimizer_state_reports.py::_refuse_unreadable
-     | doors/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | doors/test_wrapper_optimizer_states::test_checkpoints_cross_over_from_torch_and_to_torch
-fsdp1/optimizer_params.py::rekeyed
-     | doors/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | doors/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
-    Every id must mean one | doors/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | doors/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
-    Every key of the state dict | doors/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | doors/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
-fsdp1/saved_optimizer_state.py::optim_state_dict
-    have no LOCAL_STATE_DICT | doors/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | doors/test_wrapper_tensor_parallel::test_state_dicts_of_parallel_modules_are_saved_and_loaded
-fsdp1/state_dict_settings.py::settings_of
-    All wrappers of a model | doors/test_wrapper_state_dicts::test_settings_hold_for_a_while_or_for_good | doors/test_wrapper_state_dicts::test_settings_hold_for_a_while_or_for_good
-fsdp1/state_dict_settings.py::_refuse_mixture
-    wrapped by one library | doors/test_torch_state_dict_functions::test_what_is_not_loaded_stays_and_mixtures_are_refused | doors/test_torch_state_dict_functions::test_state_dicts_are_those_of_torch_s_wrapper_and_are_loaded
-fsdp1/state_dicts.py::_begin
-    within summon_full_params | doors/test_wrapper_state_dicts::test_what_cannot_be_loaded_is_named_and_nothing_is_left_half_done | doors/test_wrapper_state_dicts::test_entries_are_those_of_torch
-fsdp1/state_dicts.py::_add_local_entries
-    does not shard | doors/test_wrapper_state_dicts::test_without_shards_there_is_no_local_state_dict | doors/test_wrapper_state_dicts::test_a_rank_may_hold_nothing_of_a_local_state_dict
-fsdp1/state_dicts.py::_check_sharded_entries
-    same sharded entries | doors/test_wrapper_state_dicts::test_sharded_entries_must_be_those_of_all_ranks | doors/test_wrapper_state_dicts::test_what_was_saved_can_be_loaded
-fsdp1/state_dicts.py::_prepare_local_entries
-    LOCAL_STATE_DICT is for the same wrapping | doors/test_wrapper_state_dicts::test_what_cannot_be_loaded_is_named_and_nothing_is_left_half_done | doors/test_wrapper_state_dicts::test_a_rank_may_hold_nothing_of_a_local_state_dict
+    Parameters that are DTensors | fsdp1/test_wrapper_tensor_parallel::test_whole_parameters_of_parallel_modules_are_dtensors | fsdp1/test_wrapper_tensor_parallel::test_tensor_parallel_modules_in_wrappers_train_as_one_process
+fsdp1/state_dicts/loadable_optimizer_state.py::_agree_on_keys
+     | fsdp1/test_wrapper_optimizer_agreement::test_what_differs_between_ranks_is_the_same_error_on_all | fsdp1/test_wrapper_optimizer_agreement::test_what_is_there_is_loaded
+fsdp1/state_dicts/optimizer_params.py::ModelParams.__init__
+    within summon_full_params | fsdp1/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | fsdp1/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
+fsdp1/state_dicts/optimizer_params.py::refuse_unknown_params
+     | promises/test_guards::test_optimizers_of_other_models_are_refused | fsdp1/test_wrapper_optimizer_agreement::test_an_optimizer_may_leave_out_what_its_rank_has_nothing_of
+fsdp1/state_dicts/optimizer_params.py::warn_deprecated
+    and choose the kind of state | fsdp1/test_wrapper_optimizer_states::test_old_methods_say_what_replaces_them | fsdp1/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
+    optim_input is deprecated | fsdp1/test_wrapper_optimizer_states::test_old_methods_say_what_replaces_them | fsdp1/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
+fsdp1/state_dicts/optimizer_state_reports.py::plan_states
+     | fsdp1/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | fsdp1/test_wrapper_optimizer_states::test_unusual_state_is_kept
+fsdp1/state_dicts/optimizer_state_reports.py::_refuse_unreadable
+     | fsdp1/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | fsdp1/test_wrapper_optimizer_states::test_checkpoints_cross_over_from_torch_and_to_torch
+fsdp1/state_dicts/optimizer_params.py::rekeyed
+     | fsdp1/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | fsdp1/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
+    Every id must mean one | fsdp1/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | fsdp1/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
+    Every key of the state dict | fsdp1/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | fsdp1/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
+fsdp1/state_dicts/saved_optimizer_state.py::optim_state_dict
+    have no LOCAL_STATE_DICT | fsdp1/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | fsdp1/test_wrapper_tensor_parallel::test_state_dicts_of_parallel_modules_are_saved_and_loaded
+fsdp1/state_dicts/settings.py::settings_of
+    All wrappers of a model | fsdp1/test_wrapper_state_dicts::test_settings_hold_for_a_while_or_for_good | fsdp1/test_wrapper_state_dicts::test_settings_hold_for_a_while_or_for_good
+fsdp1/state_dicts/settings.py::_refuse_mixture
+    wrapped by one library | promises/test_torch_state_dict_functions::test_what_is_not_loaded_stays_and_mixtures_are_refused | promises/test_torch_state_dict_functions::test_state_dicts_are_those_of_torch_s_wrapper_and_are_loaded
+fsdp1/state_dicts/model_state.py::_begin
+    within summon_full_params | fsdp1/test_wrapper_state_dicts::test_what_cannot_be_loaded_is_named_and_nothing_is_left_half_done | fsdp1/test_wrapper_state_dicts::test_entries_are_those_of_torch
+fsdp1/state_dicts/model_state.py::_add_local_entries
+    does not shard | fsdp1/test_wrapper_state_dicts::test_without_shards_there_is_no_local_state_dict | fsdp1/test_wrapper_state_dicts::test_a_rank_may_hold_nothing_of_a_local_state_dict
+fsdp1/state_dicts/model_state.py::_check_sharded_entries
+    same sharded entries | fsdp1/test_wrapper_state_dicts::test_sharded_entries_must_be_those_of_all_ranks | fsdp1/test_wrapper_state_dicts::test_what_was_saved_can_be_loaded
+fsdp1/state_dicts/model_state.py::_prepare_local_entries
+    LOCAL_STATE_DICT is for the same wrapping | fsdp1/test_wrapper_state_dicts::test_what_cannot_be_loaded_is_named_and_nothing_is_left_half_done | fsdp1/test_wrapper_state_dicts::test_a_rank_may_hold_nothing_of_a_local_state_dict
 fsdp1/summon_full_params.py::summon_full_params
-    cannot be nested | doors/test_wrapper_summoning::test_whole_parameters_are_shown_in_all_ways | doors/test_wrapper_summoning::test_whole_parameters_are_shown_in_all_ways
-    must keep their shapes | doors/test_wrapper_summoning::test_other_shapes_are_refused_and_everything_is_put_back | doors/test_wrapper_summoning::test_what_is_written_is_kept_and_used
+    cannot be nested | fsdp1/test_wrapper_summoning::test_whole_parameters_are_shown_in_all_ways | fsdp1/test_wrapper_summoning::test_whole_parameters_are_shown_in_all_ways
+    must keep their shapes | fsdp1/test_wrapper_summoning::test_other_shapes_are_refused_and_everything_is_put_back | fsdp1/test_wrapper_summoning::test_what_is_written_is_kept_and_used
 fsdp1/summon_full_params.py::check_full_params
-    only rank 0 has full parameters to compute | doors/test_wrapper_summoning::test_forward_computes_with_summoned_parameters | doors/test_wrapper_summoning::test_forward_computes_with_summoned_parameters
+    only rank 0 has full parameters to compute | fsdp1/test_wrapper_summoning::test_forward_computes_with_summoned_parameters | fsdp1/test_wrapper_summoning::test_forward_computes_with_summoned_parameters
 fsdp1/summon_full_params.py::_check_full_gradients
-    these have a FlatParameter | doors/test_wrapper_summoning::test_arguments_that_exclude_each_other_are_refused | doors/test_wrapper_summoning::test_gradients_are_shown_whole_and_written_back
-    with_grads=True needs reduced | doors/test_unreduced_gradients::test_no_optimizer_updates_pieces_with_gradients_that_were_not_reduced | doors/test_wrapper_summoning::test_gradients_are_shown_whole_and_written_back
+    these have a FlatParameter | fsdp1/test_wrapper_summoning::test_arguments_that_exclude_each_other_are_refused | fsdp1/test_wrapper_summoning::test_gradients_are_shown_whole_and_written_back
+    with_grads=True needs reduced | engine/test_unreduced_gradients::test_no_optimizer_updates_pieces_with_gradients_that_were_not_reduced | fsdp1/test_wrapper_summoning::test_gradients_are_shown_whole_and_written_back
 fsdp1/wrapper.py::FullyShardedDataParallel.__init__
-    has no forward, but | doors/test_wrapper::test_containers_without_forward_are_warned_of | promises/test_legal_programs::test_a_forward_makes_a_container_a_module_that_can_be_sharded
+    has no forward, but | fsdp1/test_wrapper::test_containers_without_forward_are_warned_of | promises/test_legal_programs::test_a_forward_makes_a_container_a_module_that_can_be_sharded
 fsdp1/wrapper.py::FullyShardedDataParallel.__deepcopy__
-    cannot be copied | doors/test_wrapper::test_a_wrapper_stands_for_its_module | doors/test_fully_shard::test_a_state_dict_can_be_copied_deeply
+    cannot be copied | fsdp1/test_wrapper::test_a_wrapper_stands_for_its_module | fsdp2/test_fully_shard::test_a_state_dict_can_be_copied_deeply
 fsdp1/wrapper.py::FullyShardedDataParallel._before_conversion
-    cannot be moved or cast | doors/test_wrapper_summoning::test_arguments_that_exclude_each_other_are_refused | doors/test_replaced_params::test_everybody_sees_what_was_put_in_a_parameters_place
+    cannot be moved or cast | fsdp1/test_wrapper_summoning::test_arguments_that_exclude_each_other_are_refused | engine/test_replaced_params::test_everybody_sees_what_was_put_in_a_parameters_place
 fsdp1/wrapper.py::FullyShardedDataParallel.clip_grad_norm_
     found no gradients | promises/test_guards::test_clipping_without_gradients_is_warned_of | promises/test_guards::test_clipping_without_gradients_is_warned_of
 fsdp1/wrapper_base.py::WrapperBase._require_root
-    outermost wrapper | doors/test_wrapper::test_methods_of_the_outermost_wrapper_are_refused_below_it | doors/test_wrapper::test_methods_of_the_outermost_wrapper_are_refused_below_it
+    outermost wrapper | fsdp1/test_wrapper::test_methods_of_the_outermost_wrapper_are_refused_below_it | fsdp1/test_wrapper::test_methods_of_the_outermost_wrapper_are_refused_below_it
 fsdp1/wrapper_base.py::WrapperBase._require_idle
-    within forward or backward | doors/test_wrapper_summoning::test_not_within_forward_or_backward | doors/test_wrapper_summoning::test_between_forward_and_backward_parameters_are_the_sharded_ones
+    within forward or backward | fsdp1/test_wrapper_summoning::test_not_within_forward_or_backward | fsdp1/test_wrapper_summoning::test_between_forward_and_backward_parameters_are_the_sharded_ones
 fsdp1/wrapper_options.py::read_options
-    is ignored, so nothing in it | doors/test_kinds_of_errors::test_what_torch_warns_of_is_warned_of | doors/test_wrapper::test_ignored_modules_and_parameters_are_left_alone
-    There is one rank to shard over | doors/test_kinds_of_errors::test_what_torch_warns_of_is_warned_of | doors/test_wrapper::test_one_rank_shards_nothing_and_keeps_shapes
+    is ignored, so nothing in it | promises/test_kinds_of_errors::test_what_torch_warns_of_is_warned_of | fsdp1/test_wrapper::test_ignored_modules_and_parameters_are_left_alone
+    There is one rank to shard over | promises/test_kinds_of_errors::test_what_torch_warns_of_is_warned_of | fsdp1/test_wrapper::test_one_rank_shards_nothing_and_keeps_shapes
 fsdp1/wrapper_options.py::choose_device
     must be on one device | promises/test_guards::test_a_wrapped_module_on_two_devices_is_refused | promises/test_guards::test_a_wrapped_module_on_two_devices_is_refused
     but the module is on | promises/test_guards::test_a_wrapped_module_on_two_devices_is_refused | promises/test_guards::test_a_wrapped_module_on_two_devices_is_refused
 fsdp1/wrapper_options.py::choose_ignored
-    Wrappers cannot be ignored | doors/test_wrapper::test_ignored_modules_and_parameters_are_left_alone | doors/test_wrapper::test_ignored_modules_and_parameters_are_left_alone
+    Wrappers cannot be ignored | fsdp1/test_wrapper::test_ignored_modules_and_parameters_are_left_alone | fsdp1/test_wrapper::test_ignored_modules_and_parameters_are_left_alone
 fsdp1/wrapper_options.py::wrap_below
-    have wrappers of their own | doors/test_kinds_of_errors::test_what_torch_warns_of_is_warned_of | doors/test_wrapper::test_batch_norm_is_wrapped_by_itself_in_full_precision
+    have wrappers of their own | promises/test_kinds_of_errors::test_what_torch_warns_of_is_warned_of | fsdp1/test_wrapper::test_batch_norm_is_wrapped_by_itself_in_full_precision
 fsdp1/wrapper_options.py::_check_one_wrapper_per_param
-    A parameter | doors/test_wrapper::test_parameters_of_several_wrappers_are_named_before_any_is_made | doors/test_wrapper::test_policies_choose_wrappers_and_their_options
+    A parameter | fsdp1/test_wrapper::test_parameters_of_several_wrappers_are_named_before_any_is_made | fsdp1/test_wrapper::test_policies_choose_wrappers_and_their_options
 fsdp2/comm_checks.py::check_comms_can_be_chosen
-    is replicated and has none | communication/test_comm_memory::test_what_excludes_each_other_is_refused_in_either_order | communication/test_comm_memory::test_what_does_not_exclude_each_other_is_not_refused
-    exclude each other | communication/test_comm_memory::test_what_excludes_each_other_is_refused_in_either_order | communication/test_comm_memory::test_what_does_not_exclude_each_other_is_not_refused
-    cannot choose where | communication/test_comm_memory::test_what_excludes_each_other_is_refused_in_either_order | communication/test_comm_memory::test_what_does_not_exclude_each_other_is_not_refused
+    is replicated and has none | transport/test_comm_memory::test_what_excludes_each_other_is_refused_in_either_order | transport/test_comm_memory::test_what_does_not_exclude_each_other_is_not_refused
+    exclude each other | transport/test_comm_memory::test_what_excludes_each_other_is_refused_in_either_order | transport/test_comm_memory::test_what_does_not_exclude_each_other_is_not_refused
+    cannot choose where | transport/test_comm_memory::test_what_excludes_each_other_is_refused_in_either_order | transport/test_comm_memory::test_what_does_not_exclude_each_other_is_not_refused
 fsdp2/comm_checks.py::check_reduce_scatters
     changes the reduce-scatter | promises/test_wire::test_what_makes_no_sense_is_refused_on_all_ranks | promises/test_wire::test_setters_of_reductions_hold
 fsdp2/comm_checks.py::check_one_input_buffer
-    one reduce-scatter input buffer | communication/test_comm_memory::test_what_excludes_each_other_is_refused_in_either_order | communication/test_comm_memory::test_what_does_not_exclude_each_other_is_not_refused
+    one reduce-scatter input buffer | transport/test_comm_memory::test_what_excludes_each_other_is_refused_in_either_order | transport/test_comm_memory::test_what_does_not_exclude_each_other_is_not_refused
 fsdp2/fsdp_module.py::FSDPModule.__new__
-    no instances of its own | doors/test_fully_shard::test_the_class_of_methods_is_not_for_making | doors/test_fully_shard::test_a_slice_of_a_sharded_container_is_an_ordinary_container
+    no instances of its own | fsdp2/test_fully_shard::test_the_class_of_methods_is_not_for_making | fsdp2/test_fully_shard::test_a_slice_of_a_sharded_container_is_an_ordinary_container
 fsdp2/fsdp_module.py::FSDPModule.__deepcopy__
-    cannot be copied | doors/test_fully_shard::test_deepcopy_is_refused | doors/test_fully_shard::test_parameters_are_copied_with_their_gradients_and_optimizers
+    cannot be copied | fsdp2/test_fully_shard::test_deepcopy_is_refused | fsdp2/test_fully_shard::test_parameters_are_copied_with_their_gradients_and_optimizers
 fsdp2/fsdp_module.py::FSDPModule.reset_iter_state
-    must be called on the root | doors/test_kinds_of_errors::test_misuse_raises_what_torch_raises | promises/test_failures::test_after_a_failed_step_the_next_one_works
+    must be called on the root | promises/test_kinds_of_errors::test_misuse_raises_what_torch_raises | promises/test_failures::test_after_a_failed_step_the_next_one_works
 fsdp2/fsdp_module.py::FSDPModule.set_all_reduce_hook
-    stream cannot be chosen | doors/test_fsdp_module::test_a_hook_s_stream_is_refused_with_hsdp | doors/test_fsdp_module::test_a_setter_does_what_torch_s_does_with_hsdp
+    stream cannot be chosen | fsdp2/test_fsdp_module::test_a_hook_s_stream_is_refused_with_hsdp | fsdp2/test_fsdp_module::test_a_setter_does_what_torch_s_does_with_hsdp
 fsdp2/fsdp_module.py::FSDPModule.set_reduce_scatter_divide_factor
-    is deprecated | doors/test_fsdp_module::test_the_old_name_of_the_divide_factor_warns | doors/test_fsdp_module::test_the_divide_factor_replaces_the_number_of_ranks
+    is deprecated | fsdp2/test_fsdp_module::test_the_old_name_of_the_divide_factor_warns | fsdp2/test_fsdp_module::test_the_divide_factor_replaces_the_number_of_ranks
 fsdp2/fsdp_module.py::FSDPModule.set_force_sum_reduction_for_comms
-    can only sum | communication/test_comm_memory::test_what_excludes_each_other_is_refused_in_either_order | communication/test_comm_memory::test_reductions_are_symmetric_only_if_they_sum
+    can only sum | transport/test_comm_memory::test_what_excludes_each_other_is_refused_in_either_order | transport/test_comm_memory::test_reductions_are_symmetric_only_if_they_sum
 fsdp2/fully_shard.py::_checked_modules
     these modules have none | promises/test_legal_programs::test_a_forward_makes_a_container_a_module_that_can_be_sharded | promises/test_legal_programs::test_a_forward_makes_a_container_a_module_that_can_be_sharded
     modules of torch.jit cannot have | promises/test_legal_programs::test_a_forward_makes_a_container_a_module_that_can_be_sharded | promises/test_legal_programs::test_a_forward_makes_a_container_a_module_that_can_be_sharded
-    replicate was applied | doors/test_client_attributes::test_torch_s_replicate_leaves_sharded_modules_alone_and_the_other_way_round | doors/test_client_attributes::test_torch_s_replicate_leaves_sharded_modules_alone_and_the_other_way_round
-    it was applied before | doors/test_kinds_of_errors::test_misuse_raises_what_torch_raises | doors/test_fully_shard::test_deep_nesting
+    replicate was applied | promises/test_client_attributes::test_torch_s_replicate_leaves_sharded_modules_alone_and_the_other_way_round | promises/test_client_attributes::test_torch_s_replicate_leaves_sharded_modules_alone_and_the_other_way_round
+    it was applied before | promises/test_kinds_of_errors::test_misuse_raises_what_torch_raises | fsdp2/test_fully_shard::test_deep_nesting
 fsdp2/fully_shard.py::_read_reshard_after_forward
-    =1 keeps the gathered | promises/test_guards::test_a_number_that_keeps_gathered_parameters_is_warned_of | doors/test_meshes::test_parts_kept_after_forward_change_no_result
+    =1 keeps the gathered | promises/test_guards::test_a_number_that_keeps_gathered_parameters_is_warned_of | engine/test_meshes::test_parts_kept_after_forward_change_no_result
 fsdp2/fully_shard.py::_check_post_forward_size
-    must divide the shard size | doors/test_kinds_of_errors::test_misuse_raises_what_torch_raises | doors/test_meshes::test_backward_gathers_over_fewer_ranks
-    needs plain tensors | doors/test_subclasses::test_parts_of_them_cannot_be_kept_and_wrappers_do_not_flatten_them | doors/test_subclasses::test_a_subclass_without_the_protocol_is_sharded_by_its_own_operators
+    must divide the shard size | promises/test_kinds_of_errors::test_misuse_raises_what_torch_raises | engine/test_meshes::test_backward_gathers_over_fewer_ranks
+    needs plain tensors | storage/test_subclasses::test_parts_of_them_cannot_be_kept_and_wrappers_do_not_flatten_them | storage/test_subclasses::test_a_subclass_without_the_protocol_is_sharded_by_its_own_operators
 fsdp2/fully_shard.py::_params_to_shard
-    on the data-parallel mesh already | promises/test_unnoticed::test_a_model_that_torch_has_sharded_in_part_is_refused_with_the_cause_first | doors/test_meshes::test_tensor_parallel_models_train_like_torch_s
-    Parameters that are DTensors | doors/test_meshes::test_mistakes_are_the_same_clear_error_on_every_rank | doors/test_meshes::test_parameters_on_one_mesh_for_everything
+    on the data-parallel mesh already | promises/test_unnoticed::test_a_model_that_torch_has_sharded_in_part_is_refused_with_the_cause_first | engine/test_meshes::test_tensor_parallel_models_train_like_torch_s
+    Parameters that are DTensors | engine/test_meshes::test_mistakes_are_the_same_clear_error_on_every_rank | engine/test_meshes::test_parameters_on_one_mesh_for_everything
 fsdp2/group_plan.py::GroupPlan.apply
-    A plan can be applied once | plan/test_grouping::test_a_plan_is_applied_once_and_to_the_model_it_was_made_for | plan/test_grouping::test_a_plan_is_applied_once_and_to_the_model_it_was_made_for
+    A plan can be applied once | features/test_grouping::test_a_plan_is_applied_once_and_to_the_model_it_was_made_for | features/test_grouping::test_a_plan_is_applied_once_and_to_the_model_it_was_made_for
 engine/active_dropout.py::warn_of_active_dropout
     model.eval() was not called | promises/test_unnoticed::test_dropout_without_gradients_is_named_before_ranks_generate_different_texts | promises/test_unnoticed::test_dropout_without_gradients_is_named_before_ranks_generate_different_texts
 engine/agreement.py::_compare
-     | engine/test_agreement::test_a_rank_with_another_model_is_named_on_all_ranks | promises/test_legal_programs::test_ranks_may_ignore_different_modules_if_the_rest_is_the_same
+     | divergence/test_agreement::test_a_rank_with_another_model_is_named_on_all_ranks | promises/test_legal_programs::test_ranks_may_ignore_different_modules_if_the_rest_is_the_same
 engine/at_rest.py::bring_to_rest
-    within forward or backward | checkpoint/test_local_state::test_models_must_rest | checkpoint/test_local_state::test_models_must_rest
-    within summon_full_params | checkpoint/test_local_state::test_models_must_rest | checkpoint/test_local_state::test_models_must_rest
+    within forward or backward | checkpoint/state/test_local_state::test_models_must_rest | checkpoint/state/test_local_state::test_models_must_rest
+    within summon_full_params | checkpoint/state/test_local_state::test_models_must_rest | checkpoint/state/test_local_state::test_models_must_rest
 engine/backward_hooks.py::_graph_inputs
     torch.autograd.grad returns | promises/test_unnoticed::test_backward_accumulates_into_the_sharded_parameters_that_are_named | promises/test_unnoticed::test_backward_accumulates_into_the_sharded_parameters_that_are_named
 engine/backward_hooks.py::_needed_too_late
@@ -267,221 +270,221 @@ engine/captures.py::_check_capturable
     A step is captured | engine/test_captures::test_what_cannot_be_captured_is_refused_with_its_reason | engine/test_captures::test_neither_events_nor_gathered_parameters_cross_the_border_of_a_capture
     while a trace is recorded | engine/test_captures::test_what_cannot_be_captured_is_refused_with_its_reason | engine/test_captures::test_neither_events_nor_gathered_parameters_cross_the_border_of_a_capture
     The first forward and the first backward | engine/test_captures::test_what_cannot_be_captured_is_refused_with_its_reason | engine/test_captures::test_neither_events_nor_gathered_parameters_cross_the_border_of_a_capture
-engine/clip_grad.py::clip_grad_norm_
-    makes the host read the norm | promises/test_guards::test_what_counts_on_the_host_is_refused_within_a_capture | doors/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks
-    must be finite | doors/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks | doors/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks
-engine/clip_grad.py::_params_of
-    these are unsharded now | doors/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks | doors/test_clipping::test_norms_and_gradients_are_those_of_one_process
+features/clip_grad.py::clip_grad_norm_
+    makes the host read the norm | promises/test_guards::test_what_counts_on_the_host_is_refused_within_a_capture | features/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks
+    must be finite | features/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks | features/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks
+features/clip_grad.py::_params_of
+    these are unsharded now | features/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks | features/test_clipping::test_norms_and_gradients_are_those_of_one_process
 engine/full_params.py::_raise_together
-    On ranks | doors/test_replaced_params::test_what_cannot_take_a_parameters_place_is_the_same_error_on_all_ranks | doors/test_replaced_params::test_everybody_sees_what_was_put_in_a_parameters_place
-    the same dtypes on all ranks | doors/test_replaced_params::test_parameters_that_cannot_be_taken_over_are_named | doors/test_replaced_params::test_everybody_sees_what_was_put_in_a_parameters_place
+    On ranks | engine/test_replaced_params::test_what_cannot_take_a_parameters_place_is_the_same_error_on_all_ranks | engine/test_replaced_params::test_everybody_sees_what_was_put_in_a_parameters_place
+    the same dtypes on all ranks | engine/test_replaced_params::test_parameters_that_cannot_be_taken_over_are_named | engine/test_replaced_params::test_everybody_sees_what_was_put_in_a_parameters_place
 engine/fused_linear.py::FusedWeight.give
-    a hook on the unsharded | doors/test_fused_compiled::test_a_hook_that_would_see_no_gradient_is_refused | doors/test_fused_compiled::test_passes_that_need_ordinary_gradients_have_them
+    a hook on the unsharded | features/test_fused_compiled::test_a_hook_that_would_see_no_gradient_is_refused | features/test_fused_compiled::test_passes_that_need_ordinary_gradients_have_them
 engine/fused_linear.py::reasons
-    decides which gradients | promises/test_guards::test_what_the_first_forward_decides_is_not_told_before | doors/test_fused_gradients::test_a_summary_says_which_weights_and_why
-engine/graphed_step.py::GraphedStep._say_eager
-    runs eagerly | engine/test_graphed::test_on_the_cpu_a_graphed_step_is_the_step_and_ranks_do_what_the_most_careful_one_wants | gpu/test_graphed::test_traced_and_evaluated_steps_run_eagerly_between_replays
-engine/graphed_step.py::GraphedStep._entry_of
-    is captured again | gpu/test_graphed::test_what_was_baked_in_and_has_changed_is_captured_again | engine/test_graphed::test_inputs_are_of_one_kind_if_only_the_elements_of_their_tensors_differ
-engine/graphed_step.py::GraphedStep._capture
-    not given as optimizer | gpu/test_graphed::test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why_once | gpu/test_graphed::test_what_was_baked_in_and_has_changed_is_captured_again
-engine/group_units.py::GroupingOptions.check
-    plan_groups takes the outermost | plan/test_grouping::test_only_modules_with_a_forward_are_planned | plan/test_grouping::test_the_root_may_be_a_sequential
-    plan_groups needs parameters | plan/test_grouping::test_without_parameters_there_is_nothing_to_plan | plan/test_grouping::test_modules_that_are_sharded_already_are_left_alone
+    decides which gradients | promises/test_guards::test_what_the_first_forward_decides_is_not_told_before | features/test_fused_gradients::test_a_summary_says_which_weights_and_why
+features/graphs/graphed_step.py::GraphedStep._say_eager
+    runs eagerly | features/graphs/test_graphed::test_on_the_cpu_a_graphed_step_is_the_step_and_ranks_do_what_the_most_careful_one_wants | features/graphs/test_graphed::test_traced_and_evaluated_steps_run_eagerly_between_replays
+features/graphs/graphed_step.py::GraphedStep._entry_of
+    is captured again | features/graphs/test_graphed::test_what_was_baked_in_and_has_changed_is_captured_again | features/graphs/test_graphed::test_inputs_are_of_one_kind_if_only_the_elements_of_their_tensors_differ
+features/graphs/graphed_step.py::GraphedStep._capture
+    not given as optimizer | features/graphs/test_graphed::test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why_once | features/graphs/test_graphed::test_what_was_baked_in_and_has_changed_is_captured_again
+features/group_units.py::GroupingOptions.check
+    plan_groups takes the outermost | features/test_grouping::test_only_modules_with_a_forward_are_planned | features/test_grouping::test_the_root_may_be_a_sequential
+    plan_groups needs parameters | features/test_grouping::test_without_parameters_there_is_nothing_to_plan | features/test_grouping::test_modules_that_are_sharded_already_are_left_alone
 engine/guarded_step.py::_guard_of
-    nothing here is | engine/test_guarded_step::test_a_failure_reaches_all_ranks_and_only_what_can_be_skipped_is_skipped | engine/test_guarded_step::test_a_rank_alone_may_skip_its_steps_too
-engine/join.py::JoinedBatches.__init__
-    needs a model that is sharded | doors/test_join::test_models_are_as_before_however_a_block_is_left | doors/test_join::test_any_rank_may_have_any_number_of_batches
-engine/join.py::JoinedBatches.__enter__
-    before it is entered again | doors/test_join::test_models_are_as_before_however_a_block_is_left | doors/test_join::test_programs_are_told_whose_batches_count_in_every_epoch
-engine/join.py::JoinedBatches._entered
-    in its block only | doors/test_join::test_models_are_as_before_however_a_block_is_left | doors/test_join::test_any_rank_may_have_any_number_of_batches
-engine/join.py::_ModelRanks.lend
-    must be | doors/test_join::test_a_batch_that_cannot_be_lent_ends_all | doors/test_join::test_any_rank_may_have_any_number_of_batches
-engine/join.py::_check_data
-    draw batches until | doors/test_join::test_data_that_fails_on_one_rank_ends_all | doors/test_join::test_any_rank_may_have_any_number_of_batches
+    nothing here is | divergence/test_guarded_step::test_a_failure_reaches_all_ranks_and_only_what_can_be_skipped_is_skipped | divergence/test_guarded_step::test_a_rank_alone_may_skip_its_steps_too
+features/join.py::JoinedBatches.__init__
+    needs a model that is sharded | features/test_join::test_models_are_as_before_however_a_block_is_left | features/test_join::test_any_rank_may_have_any_number_of_batches
+features/join.py::JoinedBatches.__enter__
+    before it is entered again | features/test_join::test_models_are_as_before_however_a_block_is_left | features/test_join::test_programs_are_told_whose_batches_count_in_every_epoch
+features/join.py::JoinedBatches._entered
+    in its block only | features/test_join::test_models_are_as_before_however_a_block_is_left | features/test_join::test_any_rank_may_have_any_number_of_batches
+features/join.py::_ModelRanks.lend
+    must be | features/test_join::test_a_batch_that_cannot_be_lent_ends_all | features/test_join::test_any_rank_may_have_any_number_of_batches
+features/join.py::_check_data
+    draw batches until | features/test_join::test_data_that_fails_on_one_rank_ends_all | features/test_join::test_any_rank_may_have_any_number_of_batches
 engine/backward_finalization.py::GradientReductionHandle.wait
-    has dropped since | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | doors/test_backward_finalization::test_reductions_are_in_flight_until_the_handle_waits
+    has dropped since | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | engine/test_backward_finalization::test_reductions_are_in_flight_until_the_handle_waits
 engine/backward_finalization.py::set_manual
-    must be called between steps | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused
+    must be called between steps | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused
 engine/backward_finalization.py::finalize
-    does not finalize itself | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | doors/test_backward_finalization::test_reductions_are_in_flight_until_the_handle_waits
-    outside of forward and backward | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | doors/test_backward_finalization::test_gradients_are_those_of_a_backward_that_ends_by_itself_and_of_torch
+    does not finalize itself | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | engine/test_backward_finalization::test_reductions_are_in_flight_until_the_handle_waits
+    outside of forward and backward | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | engine/test_backward_finalization::test_gradients_are_those_of_a_backward_that_ends_by_itself_and_of_torch
 engine/backward_finalization.py::_check_is_root
-    must be called on the root module | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | doors/test_backward_finalization::test_calls_at_the_wrong_place_are_refused
+    must be called on the root module | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused
 engine/lazy_init.py::lazy_init
-    is for the root module | doors/test_backward_finalization::test_modules_below_the_root_are_named_at_the_first_forward | doors/test_backward_finalization::test_modules_below_the_root_are_named_at_the_first_forward
-    must be sharded on its own | engine/test_runtime::test_a_list_of_modules_is_no_root | doors/test_grouped_modules::test_modules_of_a_group_run_without_their_model
+    is for the root module | engine/test_backward_finalization::test_modules_below_the_root_are_named_at_the_first_forward | engine/test_backward_finalization::test_modules_below_the_root_are_named_at_the_first_forward
+    must be sharded on its own | engine/test_runtime::test_a_list_of_modules_is_no_root | fsdp2/test_grouped_modules::test_modules_of_a_group_run_without_their_model
 engine/lazy_init.py::_former_runtimes
-    new outermost module only between steps | doors/test_as_in_torch::test_a_root_cannot_be_changed_within_a_forward | engine/test_runtime::test_the_root_is_the_state_whose_forward_comes_first
+    new outermost module only between steps | promises/test_as_in_torch::test_a_root_cannot_be_changed_within_a_forward | engine/test_runtime::test_the_root_is_the_state_whose_forward_comes_first
 engine/lazy_init.py::_check_ready
-    Parameters must be on | promises/test_failures::test_a_mistake_is_the_same_clear_error_on_every_rank | doors/test_fully_shard::test_a_model_built_on_meta_is_materialised_after_sharding
+    Parameters must be on | promises/test_failures::test_a_mistake_is_the_same_clear_error_on_every_rank | fsdp2/test_fully_shard::test_a_model_built_on_meta_is_materialised_after_sharding
 engine/module_hooks.py::_refusal
     must not be returned inside | promises/test_outputs::test_a_parameter_returned_in_an_unknown_object_is_an_error_that_names_the_module | promises/test_outputs::test_returned_parameters_and_objects_train_as_in_one_process
 engine/optimizer_checks.py::check
-    has a table of torch's optimizers | doors/test_torch_optimizers::test_optimizers_that_may_need_whole_tensors_are_named_with_the_parameters | doors/test_torch_optimizers::test_every_optimizer_does_what_the_table_says
+    has a table of torch's optimizers | optim/test_torch_optimizers::test_optimizers_that_may_need_whole_tensors_are_named_with_the_parameters | optim/test_torch_optimizers::test_every_optimizer_does_what_the_table_says
 engine/optimizer_checks.py::warn_of_pieces
-    if it updates each element | doors/test_torch_optimizers::test_optimizers_that_may_need_whole_tensors_are_named_with_the_parameters | doors/test_torch_optimizers::test_every_elementwise_optimizer_computes_on_local_tensors
+    if it updates each element | optim/test_torch_optimizers::test_optimizers_that_may_need_whole_tensors_are_named_with_the_parameters | optim/test_torch_optimizers::test_every_elementwise_optimizer_computes_on_local_tensors
 engine/ownership.py::check_not_sharded_by_torch
-    torch.distributed.fsdp has sharded | promises/test_unnoticed::test_a_model_that_torch_has_sharded_in_part_is_refused_with_the_cause_first | doors/test_wrapper::test_wrappers_can_be_in_wrappers_but_not_with_a_policy
+    torch.distributed.fsdp has sharded | promises/test_unnoticed::test_a_model_that_torch_has_sharded_in_part_is_refused_with_the_cause_first | fsdp1/test_wrapper::test_wrappers_can_be_in_wrappers_but_not_with_a_policy
 engine/ownership.py::check_can_be_owned
-    A parameter belongs to one group | promises/test_failures::test_a_mistake_is_the_same_clear_error_on_every_rank | doors/test_fully_shard::test_a_list_of_modules_forms_one_group_and_is_returned
-    gradients must be dense | promises/test_failures::test_a_mistake_is_the_same_clear_error_on_every_rank | doors/test_fully_shard::test_ignored_parameters_are_left_alone
+    A parameter belongs to one group | promises/test_failures::test_a_mistake_is_the_same_clear_error_on_every_rank | fsdp2/test_fully_shard::test_a_list_of_modules_forms_one_group_and_is_returned
+    gradients must be dense | promises/test_failures::test_a_mistake_is_the_same_clear_error_on_every_rank | fsdp2/test_fully_shard::test_ignored_parameters_are_left_alone
 engine/ownership.py::check_real_for_wire
-    these are complex | doors/test_wrapper::test_parameters_that_do_not_go_together_are_named | doors/test_complex::test_complex_parameters_are_trained_as_in_one_process
+    these are complex | fsdp1/test_wrapper::test_parameters_that_do_not_go_together_are_named | engine/test_complex::test_complex_parameters_are_trained_as_in_one_process
 engine/padding.py::warn_of_padding
-     | plan/test_balanced_placement::test_a_model_that_is_padded_a_lot_is_told_once_with_all_groups_and_the_remedy | plan/test_balanced_placement::test_nothing_is_said_of_little_padding
+     | layout/test_balanced_placement::test_a_model_that_is_padded_a_lot_is_told_once_with_all_groups_and_the_remedy | layout/test_balanced_placement::test_nothing_is_said_of_little_padding
 engine/plain_params.py::compare_plain_gradients
     nothing reduces their gradients | engine/test_plain_params::test_parameters_that_drift_apart_are_named_once | engine/test_plain_params::test_nothing_is_said_of_parameters_that_are_reduced_or_left_alone
 engine/param_group.py::FSDPParamGroup.check_nothing_assigned
-    only while they are sharded | doors/test_replaced_params::test_parameters_that_cannot_be_taken_over_are_named | doors/test_replaced_params::test_parameters_may_change_places
+    only while they are sharded | engine/test_replaced_params::test_parameters_that_cannot_be_taken_over_are_named | engine/test_replaced_params::test_parameters_may_change_places
 engine/process_hooks.py::_before_step
-    A guarded step ends before | engine/test_guarded_step::test_a_failure_reaches_all_ranks_and_only_what_can_be_skipped_is_skipped | engine/test_guarded_step::test_a_run_goes_on_after_failures_anywhere_as_if_no_rank_had_seen_those_batches
-    Gradients must be reduced before | doors/test_unreduced_gradients::test_no_optimizer_updates_pieces_with_gradients_that_were_not_reduced | doors/test_unreduced_gradients::test_other_calls_leave_what_waits_as_it_should_be
-    Backward must be finalized before | doors/test_backward_finalization::test_no_optimizer_steps_before_backward_is_finalized | doors/test_backward_finalization::test_no_optimizer_steps_before_backward_is_finalized
-    A pipeline's step must end | doors/test_pipelining::test_a_failed_step_is_not_optimized_and_the_next_one_is_right | doors/test_pipelining::test_a_step_may_reduce_nothing
+    A guarded step ends before | divergence/test_guarded_step::test_a_failure_reaches_all_ranks_and_only_what_can_be_skipped_is_skipped | divergence/test_guarded_step::test_a_run_goes_on_after_failures_anywhere_as_if_no_rank_had_seen_those_batches
+    Gradients must be reduced before | engine/test_unreduced_gradients::test_no_optimizer_updates_pieces_with_gradients_that_were_not_reduced | engine/test_unreduced_gradients::test_other_calls_leave_what_waits_as_it_should_be
+    Backward must be finalized before | engine/test_backward_finalization::test_no_optimizer_steps_before_backward_is_finalized | engine/test_backward_finalization::test_no_optimizer_steps_before_backward_is_finalized
+    A pipeline's step must end | features/test_pipelining::test_a_failed_step_is_not_optimized_and_the_next_one_is_right | features/test_pipelining::test_a_step_may_reduce_nothing
 engine/process_hooks.py::_check_params
-    was made before the model was sharded | promises/test_unnoticed::test_an_optimizer_over_tensors_that_never_get_gradients_is_refused | doors/test_applied_by_torch::test_optimizers_in_backward_train_as_outside_of_it
+    was made before the model was sharded | promises/test_unnoticed::test_an_optimizer_over_tensors_that_never_get_gradients_is_refused | promises/test_applied_by_torch::test_optimizers_in_backward_train_as_outside_of_it
     while these parameters were unsharded | promises/test_unnoticed::test_an_optimizer_over_tensors_that_never_get_gradients_is_refused | promises/test_unnoticed::test_optimizers_applied_in_backward_step_when_gradients_arrive
-    has replaced in the | promises/test_unnoticed::test_an_optimizer_over_tensors_that_never_get_gradients_is_refused | doors/test_optim::test_state_and_memory_are_the_user_s
+    has replaced in the | promises/test_unnoticed::test_an_optimizer_over_tensors_that_never_get_gradients_is_refused | optim/test_optim::test_state_and_memory_are_the_user_s
 engine/runtime.py::Runtime._reset_unfinished
     did not finish | promises/test_interrupts::test_after_an_interrupt_in_the_models_code_the_next_pass_is_right | promises/test_interrupts::test_a_model_that_calls_itself_has_not_been_interrupted
 engine/runtime.py::Runtime._check_tree
     should be sharded or ignored | promises/test_unnoticed::test_modules_and_parameters_that_join_a_sharded_model_are_named | promises/test_legal_programs::test_parameters_that_others_reduce_may_join_a_sharded_model
-engine/skipped_forward.py::skip_forward
+features/skipped_forward.py::skip_forward
     within a transform | promises/test_skipped_forward::test_wrong_skips_are_refused_before_a_collective | promises/test_transforms::test_modules_may_be_gathered_by_hand_within_a_transform
     so the argument must | promises/test_skipped_forward::test_wrong_skips_are_refused_before_a_collective | promises/test_skipped_forward::test_what_is_skipped_returns_what_it_is_given
-comm/all_gather_extensions.py::agree_on_sizes
-    same size on every rank | doors/test_self_gathered::test_ranks_that_send_different_sizes_are_refused_on_all_of_them | doors/test_self_gathered::test_uneven_shards_are_padded
-comm/collectives.py::SymmetricPool._new_block
-    must be registered | communication/test_comm_memory::test_symmetric_memory_that_cannot_be_registered_says_so | communication/test_comm_memory::test_symmetric_memory_is_made_once_and_shared_by_all_groups
-comm/collectives.py::check_group_allocates
-    whose backend allocates | communication/test_comm_memory::test_a_backend_without_such_memory_is_refused_on_all_ranks | communication/test_comm_memory::test_reductions_are_staged_in_memory_of_their_own_group
-comm/collectives.py::choose_symmetric_memory
-    a process group that communicates | communication/test_comm_memory::test_a_backend_without_such_memory_is_refused_on_all_ranks | communication/test_comm_memory::test_nothing_is_to_be_turned_off_by_default
-    must be part of this torch | communication/test_comm_memory::test_a_torch_without_symmetric_memory_says_so | communication/test_comm_memory::test_nothing_is_to_be_turned_off_by_default
-comm/collectives.py::check_exchanges
+engine/all_gather_extensions.py::agree_on_sizes
+    same size on every rank | engine/test_self_gathered::test_ranks_that_send_different_sizes_are_refused_on_all_of_them | engine/test_self_gathered::test_uneven_shards_are_padded
+transport/collectives.py::SymmetricPool._new_block
+    must be registered | transport/test_comm_memory::test_symmetric_memory_that_cannot_be_registered_says_so | transport/test_comm_memory::test_symmetric_memory_is_made_once_and_shared_by_all_groups
+transport/collectives.py::check_group_allocates
+    whose backend allocates | transport/test_comm_memory::test_a_backend_without_such_memory_is_refused_on_all_ranks | transport/test_comm_memory::test_reductions_are_staged_in_memory_of_their_own_group
+transport/collectives.py::choose_symmetric_memory
+    a process group that communicates | transport/test_comm_memory::test_a_backend_without_such_memory_is_refused_on_all_ranks | transport/test_comm_memory::test_nothing_is_to_be_turned_off_by_default
+    must be part of this torch | transport/test_comm_memory::test_a_torch_without_symmetric_memory_says_so | transport/test_comm_memory::test_nothing_is_to_be_turned_off_by_default
+transport/collectives.py::check_exchanges
     nothing is sharded here | promises/test_wire::test_what_makes_no_sense_is_refused_on_all_ranks | promises/test_wire::test_one_rank_takes_the_options_of_many
     exchanges memory on | promises/test_wire::test_gloo_does_not_exchange_memory_of_accelerators | promises/test_wire::test_gradients_are_summed_by_the_receiver
-comm/group_all_gathers.py::GroupAllGathers.late_extensions
-    keeps plain tensors | doors/test_subclasses::test_parts_of_them_cannot_be_kept_and_wrappers_do_not_flatten_them | doors/test_subclasses::test_shards_end_as_with_torch
-comm/meetings.py::_agree
-    same number of microbatches | communication/test_meetings::test_ranks_that_call_different_collectives_raise_the_same_error_and_can_go_on | promises/test_skipped_forward::test_towers_of_all_shapes_train_as_in_one_process
-comm/meetings.py::_different_updates
-    the same optimizer | engine/test_compared_updates::test_ranks_with_other_updates_raise_the_same_error_and_can_go_on | engine/test_compared_updates::test_differences_that_change_nothing_are_no_error
-comm/step_guard.py::StepGuard.begin
-    cannot contain each other | engine/test_guarded_step::test_a_failure_reaches_all_ranks_and_only_what_can_be_skipped_is_skipped | engine/test_guarded_step::test_ranks_of_several_process_groups_leave_together_whoever_fails
-comm/step_guard.py::step_failed
-    have left the step | engine/test_guarded_step::test_a_failure_reaches_all_ranks_and_only_what_can_be_skipped_is_skipped | engine/test_guarded_step::test_a_run_goes_on_after_failures_anywhere_as_if_no_rank_had_seen_those_batches
-comm/step_guard.py::_link_to_all
-    form a mesh | promises/test_guards::test_process_groups_that_hang_together_in_no_order_are_refused | engine/test_guarded_step::test_ranks_of_several_process_groups_leave_together_whoever_fails
-comm/verdict.py::Verdict.raise_if_diverged
-     | communication/test_meetings::test_a_wait_ends_with_the_verdict_of_the_watchdog | promises/test_divergence::test_every_rank_ends_soon_and_is_told_why
-comm/verdict.py::Verdict.explain
-     | communication/test_meetings::test_a_rank_that_has_gone_is_named_at_once | promises/test_divergence::test_every_rank_ends_soon_and_is_told_why
-comm/watchdog/thread.py::Watchdog._judge_alone
-    Nothing is proven | communication/test_silent_hosts::test_ranks_go_on_when_the_network_comes_back_and_end_when_it_does_not | communication/test_watchdog::test_survivors_name_the_rank_that_is_gone_and_wait_for_one_that_is_slow
-comm/watchdog/stalls.py::StallReports.note
-    %s | communication/test_watchdog_observation::test_a_stall_is_noted_once_and_printed_less_and_less_often_by_one_rank | communication/test_watchdog_judge::test_a_rank_in_its_own_code_is_slow_and_its_line_is_named
-plan/mesh.py::_check_order
-    in ascending order | doors/test_meshes::test_ranks_that_a_mesh_shards_over_out_of_order_are_named_on_all_ranks | doors/test_meshes::test_a_mesh_may_have_the_order_of_its_process_group
-plan/mesh.py::ranks_by_replica
-    rows and columns of a grid | checkpoint/test_local_state::test_uneven_groups_are_refused | engine/test_agreement::test_ranks_with_other_meshes_are_named_on_all_ranks
-plan/mesh.py::check_mesh
-    must be in the mesh | promises/test_failures::test_a_rank_outside_of_the_mesh_is_told_so | doors/test_meshes::test_parameters_of_one_module_on_several_meshes
-plan/mesh.py::node_groups
-    To shard within nodes | doors/test_wrapper::test_options_that_cannot_be_are_refused | promises/test_wrapper_numerics::test_without_groups_nodes_shard_and_replicas_are_across_them
-plan/placement.py::DTensorPlacer._on_whole_mesh
-    not a DTensor on the mesh | doors/test_meshes::test_mistakes_are_the_same_clear_error_on_every_rank | doors/test_meshes::test_parameters_on_one_mesh_for_everything
-    not Replicate() along | doors/test_meshes::test_mistakes_are_the_same_clear_error_on_every_rank | doors/test_meshes::test_parameters_on_one_mesh_for_everything
-plan/placement.py::DTensorPlacer._join
-    does not go with the data-parallel one | doors/test_meshes::test_mistakes_are_the_same_clear_error_on_every_rank | doors/test_meshes::test_tensor_parallel_models_train_like_torch_s
+engine/group_all_gathers.py::GroupAllGathers.late_extensions
+    keeps plain tensors | storage/test_subclasses::test_parts_of_them_cannot_be_kept_and_wrappers_do_not_flatten_them | storage/test_subclasses::test_shards_end_as_with_torch
+divergence/meetings.py::_agree
+    same number of microbatches | divergence/test_meetings::test_ranks_that_call_different_collectives_raise_the_same_error_and_can_go_on | promises/test_skipped_forward::test_towers_of_all_shapes_train_as_in_one_process
+divergence/meetings.py::_different_updates
+    the same optimizer | divergence/test_compared_updates::test_ranks_with_other_updates_raise_the_same_error_and_can_go_on | divergence/test_compared_updates::test_differences_that_change_nothing_are_no_error
+divergence/step_guard.py::StepGuard.begin
+    cannot contain each other | divergence/test_guarded_step::test_a_failure_reaches_all_ranks_and_only_what_can_be_skipped_is_skipped | divergence/test_guarded_step::test_ranks_of_several_process_groups_leave_together_whoever_fails
+divergence/step_guard.py::step_failed
+    have left the step | divergence/test_guarded_step::test_a_failure_reaches_all_ranks_and_only_what_can_be_skipped_is_skipped | divergence/test_guarded_step::test_a_run_goes_on_after_failures_anywhere_as_if_no_rank_had_seen_those_batches
+divergence/step_guard.py::_link_to_all
+    form a mesh | promises/test_guards::test_process_groups_that_hang_together_in_no_order_are_refused | divergence/test_guarded_step::test_ranks_of_several_process_groups_leave_together_whoever_fails
+divergence/verdict.py::Verdict.raise_if_diverged
+     | divergence/test_meetings::test_a_wait_ends_with_the_verdict_of_the_watchdog | promises/test_divergence::test_every_rank_ends_soon_and_is_told_why
+divergence/verdict.py::Verdict.explain
+     | divergence/test_meetings::test_a_rank_that_has_gone_is_named_at_once | promises/test_divergence::test_every_rank_ends_soon_and_is_told_why
+divergence/watchdog/thread.py::Watchdog._judge_alone
+    Nothing is proven | divergence/test_silent_hosts::test_ranks_go_on_when_the_network_comes_back_and_end_when_it_does_not | divergence/test_watchdog::test_survivors_name_the_rank_that_is_gone_and_wait_for_one_that_is_slow
+divergence/watchdog/stalls.py::StallReports.note
+    %s | divergence/test_watchdog_observation::test_a_stall_is_noted_once_and_printed_less_and_less_often_by_one_rank | divergence/test_watchdog_judge::test_a_rank_in_its_own_code_is_slow_and_its_line_is_named
+mesh/axes.py::_check_order
+    in ascending order | engine/test_meshes::test_ranks_that_a_mesh_shards_over_out_of_order_are_named_on_all_ranks | engine/test_meshes::test_a_mesh_may_have_the_order_of_its_process_group
+mesh/axes.py::ranks_by_replica
+    rows and columns of a grid | checkpoint/state/test_local_state::test_uneven_groups_are_refused | divergence/test_agreement::test_ranks_with_other_meshes_are_named_on_all_ranks
+mesh/axes.py::check_mesh
+    must be in the mesh | promises/test_failures::test_a_rank_outside_of_the_mesh_is_told_so | engine/test_meshes::test_parameters_of_one_module_on_several_meshes
+mesh/axes.py::node_groups
+    To shard within nodes | fsdp1/test_wrapper::test_options_that_cannot_be_are_refused | promises/test_wrapper_numerics::test_without_groups_nodes_shard_and_replicas_are_across_them
+layout/placement.py::DTensorPlacer._on_whole_mesh
+    not a DTensor on the mesh | engine/test_meshes::test_mistakes_are_the_same_clear_error_on_every_rank | engine/test_meshes::test_parameters_on_one_mesh_for_everything
+    not Replicate() along | engine/test_meshes::test_mistakes_are_the_same_clear_error_on_every_rank | engine/test_meshes::test_parameters_on_one_mesh_for_everything
+layout/placement.py::DTensorPlacer._join
+    does not go with the data-parallel one | engine/test_meshes::test_mistakes_are_the_same_clear_error_on_every_rank | engine/test_meshes::test_tensor_parallel_models_train_like_torch_s
 storage/flat_parameter.py::ShardedAttribute.__torch_dispatch__
-    is sharded now | doors/test_wrapper::test_flattened_parameters_leave_stand_ins | doors/test_wrapper::test_flattened_parameters_leave_stand_ins
+    is sharded now | fsdp1/test_wrapper::test_flattened_parameters_leave_stand_ins | fsdp1/test_wrapper::test_flattened_parameters_leave_stand_ins
 storage/param.py::UnshardedWrites._put_back
     must be like those it had | promises/test_writes::test_assigned_data_must_be_like_those_that_were_there | promises/test_writes::test_what_a_forward_writes_is_used_as_in_one_process
 storage/shard_storage.py::ShardStorage.replacements
-    may be replaced by others of their kind | doors/test_fully_shard::test_assigning_full_tensors_is_an_error_that_names_them_all | promises/test_legal_programs::test_shards_that_are_made_again_may_be_of_another_kind
-    on one device; group | doors/test_grouped_modules::test_a_group_of_which_only_a_part_was_moved_is_refused | doors/test_grouped_modules::test_a_group_of_several_modules_is_materialised_and_cast
+    may be replaced by others of their kind | fsdp2/test_fully_shard::test_assigning_full_tensors_is_an_error_that_names_them_all | promises/test_legal_programs::test_shards_that_are_made_again_may_be_of_another_kind
+    on one device; group | fsdp2/test_grouped_modules::test_a_group_of_which_only_a_part_was_moved_is_refused | fsdp2/test_grouped_modules::test_a_group_of_several_modules_is_materialised_and_cast
 storage/shard_storage.py::ShardStorage._check_not_tied
-    must be tied before | doors/test_replaced_params::test_parameters_that_are_tied_after_they_were_sharded_are_named | doors/test_replaced_params::test_parameters_may_change_places
+    must be tied before | engine/test_replaced_params::test_parameters_that_are_tied_after_they_were_sharded_are_named | engine/test_replaced_params::test_parameters_may_change_places
 storage/shard_storage.py::ShardStorage._check_dtypes_of_segments
     must be cast | promises/test_guards::test_flattened_parameters_are_cast_together | promises/test_guards::test_flattened_parameters_are_cast_together
 storage/sharded_params.py::ShardedParam._hooked
     gets the reduced gradient | promises/test_unnoticed::test_hooks_on_flat_parameters_run_and_those_that_cannot_are_refused | promises/test_unnoticed::test_hooks_on_sharded_parameters_run_on_reduced_gradients
-optim/adamw8bit.py::AdamW8bit._check_group
-     | optim/test_adamw8bit::test_what_it_cannot_update_is_refused_with_all_names_on_every_rank | optim/test_adamw8bit::test_every_mesh_has_the_same_bits
-optim/adamw8bit.py::AdamW8bit._join
-     | optim/test_adamw8bit::test_what_it_cannot_update_is_refused_with_all_names_on_every_rank | optim/test_adamw8bit::test_state_of_adamw_is_loaded_as_it_is_and_the_other_way_round
-optim/adamw8bit.py::AdamW8bit.step
-    cannot be captured | promises/test_guards::test_what_counts_on_the_host_is_refused_within_a_capture | optim/test_adamw8bit::test_every_mesh_has_the_same_bits
-optim/block_units.py::_OneShard.__init__
+optim/eight_bit/adamw8bit.py::AdamW8bit._check_group
+     | optim/eight_bit/test_adamw8bit::test_what_it_cannot_update_is_refused_with_all_names_on_every_rank | optim/eight_bit/test_adamw8bit::test_every_mesh_has_the_same_bits
+optim/eight_bit/adamw8bit.py::AdamW8bit._join
+     | optim/eight_bit/test_adamw8bit::test_what_it_cannot_update_is_refused_with_all_names_on_every_rank | optim/eight_bit/test_adamw8bit::test_state_of_adamw_is_loaded_as_it_is_and_the_other_way_round
+optim/eight_bit/adamw8bit.py::AdamW8bit.step
+    cannot be captured | promises/test_guards::test_what_counts_on_the_host_is_refused_within_a_capture | optim/eight_bit/test_adamw8bit::test_every_mesh_has_the_same_bits
+optim/eight_bit/units.py::_OneShard.__init__
     fill a range of memory | promises/test_guards::test_blocks_are_ranges_of_memory | promises/test_guards::test_blocks_are_ranges_of_memory
 optim/ema.py::EMA._check_params
-     | doors/test_ema::test_mistakes_are_named_with_their_remedy | doors/test_ema::test_averages_of_16_bits_are_kept_in_32_and_tensors_stay_sharded
+     | optim/test_ema::test_mistakes_are_named_with_their_remedy | optim/test_ema::test_averages_of_16_bits_are_kept_in_32_and_tensors_stay_sharded
 optim/ema.py::EMA.update
-    within EMA.averaged | doors/test_ema::test_averages_are_those_of_the_whole_parameters_and_are_loaded_on_other_ranks | doors/test_ema::test_averages_are_those_of_the_whole_parameters_and_are_loaded_on_other_ranks
-    cannot be captured | promises/test_guards::test_what_counts_on_the_host_is_refused_within_a_capture | doors/test_ema::test_averages_are_those_of_the_whole_parameters_and_are_loaded_on_other_ranks
+    within EMA.averaged | optim/test_ema::test_averages_are_those_of_the_whole_parameters_and_are_loaded_on_other_ranks | optim/test_ema::test_averages_are_those_of_the_whole_parameters_and_are_loaded_on_other_ranks
+    cannot be captured | promises/test_guards::test_what_counts_on_the_host_is_refused_within_a_capture | optim/test_ema::test_averages_are_those_of_the_whole_parameters_and_are_loaded_on_other_ranks
 optim/ema.py::EMA.averaged
-    is active already | promises/test_guards::test_averages_replace_parameters_once | doors/test_ema::test_averages_are_those_of_the_whole_parameters_and_are_loaded_on_other_ranks
+    is active already | promises/test_guards::test_averages_replace_parameters_once | optim/test_ema::test_averages_are_those_of_the_whole_parameters_and_are_loaded_on_other_ranks
 optim/ema.py::EMA.load_state_dict
-     | doors/test_ema::test_mistakes_are_named_with_their_remedy | doors/test_ema::test_averages_are_those_of_the_whole_parameters_and_are_loaded_on_other_ranks
+     | optim/test_ema::test_mistakes_are_named_with_their_remedy | optim/test_ema::test_averages_are_those_of_the_whole_parameters_and_are_loaded_on_other_ranks
 optim/fused_shards.py::UpdatedTensor.check_state
-    like the parameter or one number | doors/test_optim::test_a_broken_promise_is_told | doors/test_optim::test_every_optimizer_of_torch_does_the_same
+    like the parameter or one number | optim/test_optim::test_a_broken_promise_is_told | optim/test_optim::test_every_optimizer_of_torch_does_the_same
 optim/fused_shards.py::FusedShard.fuse_states
-    Load full tensors | doors/test_optim::test_whole_states_are_not_taken_for_sharded_ones | doors/test_optim::test_checkpoints_of_other_numbers_of_ranks_load
+    Load full tensors | optim/test_optim::test_whole_states_are_not_taken_for_sharded_ones | optim/test_optim::test_checkpoints_of_other_numbers_of_ranks_load
 optim/fused_shards.py::check_shards
-    has its full parameters now | doors/test_optim::test_whole_parameters_are_not_optimized | doors/test_optim::test_so_it_does_in_the_wrapper
-    must have the parameters that are on | doors/test_optim::test_parameters_that_were_replaced_are_not_optimized | doors/test_optim::test_parameters_that_stay_gathered_are_gathered_again
-optim/muon.py::Muon._check_params
-     | optim/test_muon::test_what_it_cannot_update_is_refused_with_all_names_on_every_rank | optim/test_muon::test_convolutions_embeddings_and_output_layers_are_adamw_s
-optim/muon.py::Muon._check_states
-     | optim/test_muon::test_what_it_cannot_update_is_refused_with_all_names_on_every_rank | optim/test_muon::test_options_and_state_dicts_are_those_of_torch_s_muon
-optim/muon.py::Muon._check_capture
+    has its full parameters now | optim/test_optim::test_whole_parameters_are_not_optimized | optim/test_optim::test_so_it_does_in_the_wrapper
+    must have the parameters that are on | optim/test_optim::test_parameters_that_were_replaced_are_not_optimized | optim/test_optim::test_parameters_that_stay_gathered_are_gathered_again
+optim/matrices/muon.py::Muon._check_params
+     | optim/matrices/test_muon::test_what_it_cannot_update_is_refused_with_all_names_on_every_rank | optim/matrices/test_muon::test_convolutions_embeddings_and_output_layers_are_adamw_s
+optim/matrices/muon.py::Muon._check_states
+     | optim/matrices/test_muon::test_what_it_cannot_update_is_refused_with_all_names_on_every_rank | optim/matrices/test_muon::test_options_and_state_dicts_are_those_of_torch_s_muon
+optim/matrices/muon.py::Muon._check_capture
     counts on the host | gpu/test_optimizer_collectives::test_a_first_step_of_muon_and_one_that_counts_on_the_host_are_not_captured | gpu/test_optimizer_collectives::test_muon_is_captured_with_nccl
     The first step of Muon | gpu/test_optimizer_collectives::test_a_first_step_of_muon_and_one_that_counts_on_the_host_are_not_captured | gpu/test_optimizer_collectives::test_muon_is_captured_with_nccl
 optim/param_cuts.py::param_cuts
-    with their own shapes | optim/test_muon::test_what_it_cannot_update_is_refused_with_all_names_on_every_rank | optim/test_muon::test_a_run_goes_on_over_other_ranks_and_by_the_other_api
+    with their own shapes | optim/matrices/test_muon::test_what_it_cannot_update_is_refused_with_all_names_on_every_rank | optim/matrices/test_muon::test_a_run_goes_on_over_other_ranks_and_by_the_other_api
 optim/param_cuts.py::cuts_of_members
-    which elements of the whole parameter | promises/test_guards::test_blocks_are_ranges_of_memory | optim/test_adamw8bit::test_state_dicts_of_both_apis_and_torch_s_checkpoints_hold_it
+    which elements of the whole parameter | promises/test_guards::test_blocks_are_ranges_of_memory | optim/eight_bit/test_adamw8bit::test_state_dicts_of_both_apis_and_torch_s_checkpoints_hold_it
 optim/param_cuts.py::check_backend
     has no backend | optim/test_shard_over_replicas::test_other_optimizers_and_replicas_that_differ_are_refused_alike_on_every_rank | optim/test_shard_over_replicas::test_twenty_steps_give_the_same_bits_with_half_of_the_state
 optim/param_cuts.py::refuse_sparse_gradients
-     | optim/test_muon::test_what_it_cannot_update_is_refused_with_all_names_on_every_rank | optim/test_muon::test_missing_zero_and_nan_gradients_do_what_is_documented_on_every_rank
+     | optim/matrices/test_muon::test_what_it_cannot_update_is_refused_with_all_names_on_every_rank | optim/matrices/test_muon::test_missing_zero_and_nan_gradients_do_what_is_documented_on_every_rank
 optim/replica_messages.py::raise_differences
      | optim/test_shard_over_replicas::test_other_optimizers_and_replicas_that_differ_are_refused_alike_on_every_rank | optim/test_shard_over_replicas::test_holes_tools_and_changes_work_as_with_the_usual_optimizer
 optim/sharded_optimizer.py::ShardedOptimizer._fuse
-    The first step of a ShardedOptimizer | promises/test_guards::test_what_counts_on_the_host_is_refused_within_a_capture | engine/test_graphed::test_the_numbers_of_a_fused_state_stay_where_they_are_when_it_is_read
+    The first step of a ShardedOptimizer | promises/test_guards::test_what_counts_on_the_host_is_refused_within_a_capture | features/graphs/test_graphed::test_the_numbers_of_a_fused_state_stay_where_they_are_when_it_is_read
 optim/sharded_optimizer.py::ShardedOptimizer.__getstate__
-    cannot be copied or pickled | doors/test_optim::test_copies_are_refused | doors/test_optim::test_state_dicts_are_those_of_the_optimizer_itself
+    cannot be copied or pickled | optim/test_optim::test_copies_are_refused | optim/test_optim::test_state_dicts_are_those_of_the_optimizer_itself
 optim/sharded_optimizer.py::_check_class
-    updates shards by itself | optim/test_shard_over_replicas::test_other_optimizers_and_replicas_that_differ_are_refused_alike_on_every_rank | doors/test_optim::test_every_optimizer_of_torch_does_the_same
-    must depend on this element | doors/test_optim::test_optimizers_that_may_not_be_elementwise_are_refused | doors/test_optim::test_every_optimizer_of_torch_does_the_same
-checkpoint/huggingface.py::_renamed
-    every weight a different name | checkpoint/test_huggingface::test_damage_and_wrong_options_are_said_before_anything_is_written | checkpoint/test_huggingface::test_floating_point_numbers_are_cast_and_weights_renamed
-checkpoint/local_state.py::_members
+    updates shards by itself | optim/test_shard_over_replicas::test_other_optimizers_and_replicas_that_differ_are_refused_alike_on_every_rank | optim/test_optim::test_every_optimizer_of_torch_does_the_same
+    must depend on this element | optim/test_optim::test_optimizers_that_may_not_be_elementwise_are_refused | optim/test_optim::test_every_optimizer_of_torch_does_the_same
+checkpoint/sources/huggingface.py::_renamed
+    every weight a different name | checkpoint/sources/test_huggingface::test_damage_and_wrong_options_are_said_before_anything_is_written | checkpoint/sources/test_huggingface::test_floating_point_numbers_are_cast_and_weights_renamed
+checkpoint/state/local_state.py::_members
     also tensor-parallel | promises/test_guards::test_flat_pieces_of_parallel_parameters_are_not_saved | promises/test_guards::test_flat_pieces_of_parallel_parameters_are_not_saved
-checkpoint/optimizer_local_state.py::_averages
-    Within EMA.averaged | doors/test_ema::test_mistakes_are_named_with_their_remedy | doors/test_ema::test_averages_are_those_of_the_whole_parameters_and_are_loaded_on_other_ranks
-checkpoint/publication.py::latest
-    is skipped | checkpoint/test_transient_errors::test_whichever_call_fails_once_the_newest_is_found | checkpoint/test_publication::test_the_newest_is_what_was_written_last
+checkpoint/state/optimizer_local_state.py::_averages
+    Within EMA.averaged | optim/test_ema::test_mistakes_are_named_with_their_remedy | optim/test_ema::test_averages_are_those_of_the_whole_parameters_and_are_loaded_on_other_ranks
+checkpoint/folders/publication.py::latest
+    is skipped | checkpoint/test_transient_errors::test_whichever_call_fails_once_the_newest_is_found | checkpoint/folders/test_publication::test_the_newest_is_what_was_written_last
 checkpoint/rank_group.py::RankGroup.__init__
     must be in process_group | promises/test_guards::test_ranks_outside_of_a_group_do_not_save_with_it | checkpoint/test_rank_group::test_a_group_of_some_ranks
-checkpoint/replacement.py::_empty_old
-    may be left in | checkpoint/test_huggingface::test_what_cannot_be_moved_out_of_the_old_folder_is_left_and_said | checkpoint/test_huggingface::test_what_others_write_while_weights_are_replaced_stays
-checkpoint/retention.py::remove_old_checkpoints
+checkpoint/folders/replacement.py::_empty_old
+    may be left in | checkpoint/sources/test_huggingface::test_what_cannot_be_moved_out_of_the_old_folder_is_left_and_said | checkpoint/sources/test_huggingface::test_what_others_write_while_weights_are_replaced_stays
+checkpoint/folders/retention.py::remove_old_checkpoints
     No old checkpoint in | checkpoint/test_transient_errors::test_what_cannot_be_read_for_a_while_is_not_outnumbered | checkpoint/test_save::test_the_last_ones_are_kept
-    cannot be removed, and stays | checkpoint/test_retention::test_what_cannot_be_removed_stays_with_a_warning | checkpoint/test_save::test_the_last_ones_are_kept
-checkpoint/torch_files.py::_storable
-    left out of | checkpoint/test_torch_files::test_what_a_checkpoint_cannot_hold_is_left_out_with_a_warning | checkpoint/test_torch_files::test_what_a_checkpoint_cannot_hold_is_left_out_with_a_warning
-run/install.py::_refuse_torch_models
-    Install first | run/test_install::test_models_and_subclasses_that_exist_are_named | run/test_install::test_torch_trains_with_the_same_bits_after_fullshard_was_installed
-run/install.py::_warn_of_subclasses
-    They still use torch's FSDP | run/test_install::test_models_and_subclasses_that_exist_are_named | run/test_install::test_all_public_names_of_torch_are_rebound_and_its_engine_is_left_alone
-run/install.py::_warn_of_patched
-    They are left alone | run/test_install::test_a_patch_that_ends_after_uninstall_is_told_and_undone | run/test_install::test_a_patch_that_ends_before_uninstall_or_never_is_left_alone
-run/install.py::_warn_of_models
-    They keep working | run/test_install::test_models_and_subclasses_that_exist_are_named | run/test_install::test_models_and_subclasses_that_exist_are_named
+    cannot be removed, and stays | checkpoint/folders/test_retention::test_what_cannot_be_removed_stays_with_a_warning | checkpoint/test_save::test_the_last_ones_are_kept
+checkpoint/sources/torch_files.py::_storable
+    left out of | checkpoint/sources/test_torch_files::test_what_a_checkpoint_cannot_hold_is_left_out_with_a_warning | checkpoint/sources/test_torch_files::test_what_a_checkpoint_cannot_hold_is_left_out_with_a_warning
+drop_in/install.py::_refuse_torch_models
+    Install first | drop_in/test_install::test_models_and_subclasses_that_exist_are_named | drop_in/test_install::test_torch_trains_with_the_same_bits_after_fullshard_was_installed
+drop_in/install.py::_warn_of_subclasses
+    They still use torch's FSDP | drop_in/test_install::test_models_and_subclasses_that_exist_are_named | drop_in/test_install::test_all_public_names_of_torch_are_rebound_and_its_engine_is_left_alone
+drop_in/install.py::_warn_of_patched
+    They are left alone | drop_in/test_install::test_a_patch_that_ends_after_uninstall_is_told_and_undone | drop_in/test_install::test_a_patch_that_ends_before_uninstall_or_never_is_left_alone
+drop_in/install.py::_warn_of_models
+    They keep working | drop_in/test_install::test_models_and_subclasses_that_exist_are_named | drop_in/test_install::test_models_and_subclasses_that_exist_are_named
 tracing/group_facts.py::outermost_states
     Only a sharded model has groups | promises/test_tracing::test_what_cannot_be_recorded_is_refused | promises/test_tracing::test_several_models_have_names_of_their_own
 tracing/trace.py::Recording.__init__
@@ -495,17 +498,17 @@ tracing/trace.py::Recording.paused
 tracing/trace.py::Recording.__exit__
     must keep its streams | promises/test_tracing::test_a_part_of_a_model_that_has_not_run_cannot_be_recorded | promises/test_tracing::test_the_first_forward_can_be_recorded
 sharded_grad_scaler.py::ShardedGradScaler._group
-    there is no default one | doors/test_sharded_grad_scaler::test_the_default_group_may_come_after_the_scaler | doors/test_sharded_grad_scaler::test_a_disabled_scaler_does_nothing_and_communicates_nothing
+    there is no default one | test_sharded_grad_scaler::test_the_default_group_may_come_after_the_scaler | test_sharded_grad_scaler::test_a_disabled_scaler_does_nothing_and_communicates_nothing
 wrap.py::_check_not_wrapped
-    With a policy, no module | plan/test_wrap::test_modules_that_are_wrapped_already_are_refused_by_name | plan/test_wrap::test_the_modules_are_those_that_torch_wraps
+    With a policy, no module | test_wrap::test_modules_that_are_wrapped_already_are_refused_by_name | test_wrap::test_the_modules_are_those_that_torch_wraps
 wrap.py::enable_wrap
-    cannot be nested | plan/test_wrap::test_contexts_cannot_be_nested_and_the_outer_one_stays | plan/test_wrap::test_wrap_wraps_within_the_context_only
+    cannot be nested | test_wrap::test_contexts_cannot_be_nested_and_the_outer_one_stays | test_wrap::test_wrap_wraps_within_the_context_only
 """
 
 ARGUMENTS_TABLE = """
 fsdp1/comm_hooks.py::register | hook must be callable
-fsdp1/optimizer_params.py::listing_of
-fsdp1/state_dict_settings.py::set_settings
+fsdp1/state_dicts/optimizer_params.py::listing_of
+fsdp1/state_dicts/settings.py::set_settings
 fsdp1/summon_full_params.py::summon_full_params | With rank0_only=True only
 fsdp1/summon_full_params.py::_check_full_gradients | exclude each other
 fsdp1/wrapper_options.py::read_options | must be a function of a module
@@ -526,46 +529,46 @@ fsdp2/fully_shard.py::_checked_modules | takes an nn.Module or
 fsdp2/fully_shard.py::_checked_params
 fsdp2/fully_shard.py::_read_reshard_after_forward | must be True, False, None
 fsdp2/fully_shard.py::_checked_mesh_info
-engine/clip_grad.py::Clipping.__init__
-engine/clip_grad.py::Clipping.clip
-engine/clip_grad.py::_params_of | takes a module
-engine/graphed_step.py::_check_arguments
-engine/graphed_step.py::GraphedStep._entry_of | cannot take these inputs
-engine/group_units.py::GroupingOptions.check | min_bytes and max_bytes
-engine/group_units.py::GroupingOptions.check | keep_with_parent takes
+features/clip_grad.py::Clipping.__init__
+features/clip_grad.py::Clipping.clip
+features/clip_grad.py::_params_of | takes a module
+features/graphs/graphed_step.py::_check_arguments
+features/graphs/graphed_step.py::GraphedStep._entry_of | cannot take these inputs
+features/group_units.py::GroupingOptions.check | min_bytes and max_bytes
+features/group_units.py::GroupingOptions.check | keep_with_parent takes
 engine/guarded_step.py::guarded_step
 engine/options.py::StateOptions.set_reshard_after_forward
 engine/options.py::StateOptions.set_post_optim_event
-comm/collectives.py::_checked
+transport/collectives.py::_checked
 checks/debug.py::debug
-plan/layout.py::per_row_layout
-plan/layout.py::flat_layout
-plan/layout.py::_division
-plan/layout.py::_check_world
-plan/mesh.py::DataParallelMeshInfo.__post_init__
-plan/mesh.py::FSDPMeshInfo.__post_init__
-plan/mesh.py::DDPMeshInfo.__post_init__
-plan/mesh.py::sharding_mesh_info
-plan/mesh.py::replicating_mesh_info
-plan/mesh.py::check_mesh | must be a torch.distributed
-plan/mesh.py::_info_of_named_axes
-plan/policies.py::DataParallelMeshDims.__post_init__
-plan/policies.py::MixedPrecisionPolicy.__post_init__
-plan/policies.py::MixedPrecisionPolicy.overrides
-plan/policies.py::check_wire_dtype
-plan/policies.py::switch
-plan/policies.py::check_type
-plan/policies.py::check_floating_dtype
+layout/segments.py::per_row_layout
+layout/segments.py::flat_layout
+layout/segments.py::_division
+layout/segments.py::_check_world
+mesh/axes.py::DataParallelMeshInfo.__post_init__
+mesh/axes.py::FSDPMeshInfo.__post_init__
+mesh/axes.py::DDPMeshInfo.__post_init__
+mesh/axes.py::sharding_mesh_info
+mesh/axes.py::replicating_mesh_info
+mesh/axes.py::check_mesh | must be a torch.distributed
+mesh/axes.py::_info_of_named_axes
+policies.py::DataParallelMeshDims.__post_init__
+policies.py::MixedPrecisionPolicy.__post_init__
+policies.py::MixedPrecisionPolicy.overrides
+policies.py::check_wire_dtype
+policies.py::switch
+policies.py::check_type
+policies.py::check_floating_dtype
 storage/param.py::normalized_shard_dim
-optim/adamw8bit.py::AdamW8bit.__init__
-optim/adamw8bit.py::AdamW8bit._check_options
+optim/eight_bit/adamw8bit.py::AdamW8bit.__init__
+optim/eight_bit/adamw8bit.py::AdamW8bit._check_options
 optim/ema.py::EMA.__init__
-optim/muon.py::_check_options
+optim/matrices/muon.py::_check_options
 optim/replica_messages.py::check_bucket
 optim/sharded_optimizer.py::_check_options
-checkpoint/conversion.py::write
-checkpoint/huggingface.py::_Options.__post_init__
-checkpoint/huggingface.py::_companions.check
+checkpoint/sources/conversion.py::write
+checkpoint/sources/huggingface.py::_Options.__post_init__
+checkpoint/sources/huggingface.py::_companions.check
 checkpoint/save.py::async_save
 checkpoint/save_plan.py::_collect
 tracing/trace.py::trace

@@ -36,14 +36,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from fullshard import CheckpointError, ConfigurationError, checkpoint
 from fullshard.checkpoint import manifest as manifests
-from fullshard.checkpoint.dcp import DcpCheckpoint, write_dcp
-from fullshard.checkpoint.formats import open_source
-from fullshard.checkpoint.huggingface import HuggingFaceFolder, save_huggingface
 from fullshard.checkpoint.source import Source
-from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
+from fullshard.checkpoint.sources.dcp import DcpCheckpoint, write_dcp
+from fullshard.checkpoint.sources.formats import open_source
+from fullshard.checkpoint.sources.huggingface import HuggingFaceFolder, save_huggingface
+from fullshard.checkpoint.sources.stored_checkpoint import StoredCheckpoint
+from fullshard.checkpoint.sources.torch_files import TorchFile, write_torch_file
 from fullshard.checkpoint.tensor_files import TensorFile
-from fullshard.checkpoint.torch_files import TorchFile, write_torch_file
-from fullshard.plan.blocks import whole
+from fullshard.layout.blocks import whole
 from fullshard.programs.checkpoint_tool.contents import describe
 from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.diagnosis import diagnose

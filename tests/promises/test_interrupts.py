@@ -44,15 +44,15 @@ def by_wrapper(model: nn.Sequential) -> nn.Module:
     return FullyShardedDataParallel(wrapped)
 
 
-DOORS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+APIS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     "fully_shard": by_module,
     "FullyShardedDataParallel": by_wrapper,
 }
 
 
-def make_model(door: str) -> nn.Module:
+def make_model(api: str) -> nn.Module:
     torch.manual_seed(0)
-    return DOORS[door](nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 3)))
+    return APIS[api](nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 3)))
 
 
 def step(model: nn.Module) -> list[Tensor]:
@@ -120,12 +120,12 @@ def interrupted_backward(model: nn.Module, line: int) -> str:
 
 
 @pytest.mark.parametrize("interrupted", [interrupted_forward, interrupted_backward])
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 def test_the_step_after_an_interrupt_at_any_line_is_right(
-    door: str, interrupted: Callable[[nn.Module, int], str]
+    api: str, interrupted: Callable[[nn.Module, int], str]
 ) -> None:
     with echo_world(2):
-        model = make_model(door)
+        model = make_model(api)
         step(model)
         expected = step(model)
         line, tried = 1, 0
@@ -147,13 +147,11 @@ def interrupt(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "a part's forward", "a part's backward"])
-@pytest.mark.parametrize("door", DOORS)
-def test_after_an_interrupt_in_the_models_code_the_next_pass_is_right(
-    door: str, where: str
-) -> None:
+@pytest.mark.parametrize("api", APIS)
+def test_after_an_interrupt_in_the_models_code_the_next_pass_is_right(api: str, where: str) -> None:
     """Torch calls no hooks after a KeyboardInterrupt."""
     with echo_world(2):
-        model = make_model(door)
+        model = make_model(api)
         step(model)
         expected = step(model)
         block = next(module for module in model.modules() if isinstance(module, Block))
@@ -166,7 +164,7 @@ def test_after_an_interrupt_in_the_models_code_the_next_pass_is_right(
             called(torch.ones(2, WIDTH)).sum().backward()
         handle.remove()
         # The wrapper's own forward sees every exception, and cleans up by itself.
-        cleaned_up = door == "FullyShardedDataParallel" and where == "forward"
+        cleaned_up = api == "FullyShardedDataParallel" and where == "forward"
         with nullcontext() if cleaned_up else pytest.warns(UserWarning, match="did not finish"):
             called(torch.ones(2, WIDTH))
         with warnings.catch_warnings():

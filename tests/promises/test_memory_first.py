@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import fully_shard
-from fullshard.comm.gradient_reducer import GradientReducer
+from fullshard.engine.gradient_reducer import GradientReducer
 from fullshard.engine.param_group import FSDPParamGroup
 from tests.helpers.fake import fake_world
 

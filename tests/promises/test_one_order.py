@@ -1,7 +1,7 @@
 """All ranks issue their collectives in one order, though they use modules differently.
 
 Of the ways in which ranks may differ without a collective more or less (see [Note: one order of collectives] in
-`plan/schedule.py`), each is run on real ranks. Every layer has a size of its own, so that a collective is known by its bytes.
+`engine/schedule.py`), each is run on real ranks. Every layer has a size of its own, so that a collective is known by its bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import fully_shard
-from fullshard.comm.reduce_scatter import ReduceScatterState
 from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.reduce_scatter import ReduceScatterState
 
 WIDTH = 8
 

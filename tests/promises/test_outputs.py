@@ -105,13 +105,13 @@ def compare_with_one_process() -> None:
         before = loss_of(reference, rows[0])
     torch.stack([loss_of(reference, x) for x in rows]).mean().backward()
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
-    for door in (sharded, wrapped):
-        model = door(make_net())
+    for api in (sharded, wrapped):
+        model = api(make_net())
         with torch.no_grad():
             assert_close(loss_of(model, rows[0]), before, rtol=1e-5, atol=1e-6)
         loss_of(model, rows[dist.get_rank()]).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-        found = full_params(library(FULLSHARD), model) if door is wrapped else weights(model)
+        found = full_params(library(FULLSHARD), model) if api is wrapped else weights(model)
         assert_close(found, weights(reference), rtol=1e-4, atol=1e-6)
 
 

@@ -33,7 +33,7 @@ from tests.helpers.training import FULLSHARD, TORCH, ShardOptimizer
 NUM_CONFIGURATIONS = 10
 NUM_NARROW = NUM_FUSED = 4
 KEPT_SEEDS = (35,)
-"""Found by longer searches: 35 aborted a rank twice in some 600 runs; see tests/communication/test_gloo.py."""
+"""Found by longer searches: 35 aborted a rank twice in some 600 runs; see tests/transport/test_gloo.py."""
 NUM_STEPS = 2
 ROWS = 2
 """Sequences per rank and microbatch."""
@@ -247,10 +247,10 @@ def shard(model: Decoder, api: str, configuration: Configuration) -> None:
             configuration.param_dtype, configuration.reduce_dtype, **wire
         ),
     }
-    door = library.fully_shard
+    entry = library.fully_shard
     if configuration.kind == "replicated":
         home = "torch.distributed._composable.replicate_with_fsdp" if api == TORCH else "fullshard"
-        door = importlib.import_module(home).replicate
+        entry = importlib.import_module(home).replicate
     else:
         options["reshard_after_forward"] = configuration.reshard_after_forward
         if configuration.fuse_gradients and api == FULLSHARD:
@@ -263,8 +263,8 @@ def shard(model: Decoder, api: str, configuration: Configuration) -> None:
     blocks, size = list(model.blocks), configuration.blocks_per_group
     groups = [blocks[i : i + size] for i in range(0, len(blocks), size)] if size else []
     for group in groups:
-        door(group if len(group) > 1 else group[0], **options)
-    door(model, **options)
+        entry(group if len(group) > 1 else group[0], **options)
+    entry(model, **options)
     if configuration.prefetch is not None:
         _set_prefetch_lists([group[0] for group in groups], configuration.prefetch)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import fullshard.plan.layout
+import fullshard.layout.segments
 from fullshard import FSDPModule, fully_shard
 from tests.helpers.compare import assert_close
 from tests.helpers.groups import alone
@@ -78,7 +78,7 @@ def test_so_do_some_on_three_ranks(world) -> None:
 def run(seed: int, monkeypatch: pytest.MonkeyPatch, *, fuse_gradients: bool) -> None:
     draw = Random(seed)
     if draw.random() < 0.5:
-        monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0)
+        monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0)
     plain = draw_model(draw, gated=fuse_gradients)
     sharding = [
         replace(sharded, fuse_gradients=fuse_gradients) for sharded in draw_sharding(draw, plain)

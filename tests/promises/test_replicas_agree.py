@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fullshard import MixedPrecisionPolicy, fully_shard, replicate
-from fullshard.comm import collectives
 from fullshard.engine.state import state_of
+from fullshard.transport import collectives
 from tests.helpers.compare import assert_close
 from tests.helpers.training import FULLSHARD, ShardOptimizer, gradients
 from tests.helpers.wrapping import CPU, library

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import ConfigurationError, FullyShardedDataParallel, LifecycleError, fully_shard
-from fullshard.comm import spans
 from fullshard.storage.buffers import Buffer
 from fullshard.tracing import trace as tracing
 from fullshard.tracing.schema import Span
 from fullshard.tracing.trace import one_at_a_time
+from fullshard.transport import spans
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Block, ModelOptions, make_decoder, tokens_for
@@ -59,25 +59,25 @@ def wrapped(run: Run) -> Any:
     )
 
 
-def build(run: Run, door: str) -> Any:
-    return wrapped(run) if door == "wrapper" else shard(make_decoder(run.model), FULLSHARD, run)
+def build(run: Run, api: str) -> Any:
+    return wrapped(run) if api == "wrapper" else shard(make_decoder(run.model), FULLSHARD, run)
 
 
-def a_step(model: Any, run: Run, step: int, door: str) -> None:
-    if door == "wrapper":
+def a_step(model: Any, run: Run, step: int, api: str) -> None:
+    if api == "wrapper":
         model(mine(batch_of(step))).backward()
     else:
         forward_and_backward(model, run, step)
     model.zero_grad()
 
 
-def record(folder: Path, run: Run, door: str) -> Recorded:
+def record(folder: Path, run: Run, api: str) -> Recorded:
     """Two steps, when all orders are known."""
-    model = build(run, door)
-    a_step(model, run, 0, door)
+    model = build(run, api)
+    a_step(model, run, 0, api)
     with Traffic() as traffic, fullshard.trace(model, folder, first_step=FIRST) as recording:
         for step in range(STEPS):
-            a_step(model, run, step, door)
+            a_step(model, run, step, api)
             recording.step()
     return Recorded(
         trace=Trace(recording.path),
@@ -297,7 +297,7 @@ def allocations(patch: pytest.MonkeyPatch) -> list[int]:
 def test_memory_is_known_at_every_change(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_place: bool
 ) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0 if in_place else 1 << 40)
     with fake_world(4):
         model: Any = shard(make_decoder(), FULLSHARD, Run())
         model(tokens_for(0, 2)).backward()

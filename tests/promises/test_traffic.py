@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import fullshard.plan.layout
+import fullshard.layout.segments
 from fullshard import (
     FSDPModule,
     MixedPrecision,
@@ -19,7 +19,7 @@ from fullshard import (
     fully_shard,
     torch_border,
 )
-from fullshard.comm import collectives
+from fullshard.transport import collectives
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 from tests.helpers.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER, Traffic
 from tests.helpers.training import FULLSHARD, TORCH, Run, forward_and_backward, gradients, shard
@@ -41,21 +41,21 @@ def traffic_of_a_step(api: str, run: Run) -> Sizes:
 
 def traffic_in_place(run: Run) -> Sizes:
     """The same with every parameter gathered in place, as large ones are."""
-    fullshard.plan.layout.IN_PLACE_FROM, usual = 0, fullshard.plan.layout.IN_PLACE_FROM
+    fullshard.layout.segments.IN_PLACE_FROM, usual = 0, fullshard.layout.segments.IN_PLACE_FROM
     try:
         return traffic_of_a_step(FULLSHARD, run)
     finally:
-        fullshard.plan.layout.IN_PLACE_FROM = usual
+        fullshard.layout.segments.IN_PLACE_FROM = usual
 
 
 def shard_sizes(run: Run, dtype: torch.dtype | None) -> dict[int, int]:
     """Bytes of a rank's shard of each group as torch sends it: what it has with aligned parameters."""
     ranks = dist.get_world_size() // run.replicas
-    unit = fullshard.plan.layout.ROW_ALIGNMENT
+    unit = fullshard.layout.segments.ROW_ALIGNMENT
     groups: dict[str, list[tuple[int, int]]] = {}
     for name, param in make_decoder(run.model).named_parameters():
         group = name.rsplit(".", 2)[0] if run.group_blocks and name.startswith("blocks") else ""
-        rows = fullshard.plan.layout.chunk_size(len(param), ranks)
+        rows = fullshard.layout.segments.chunk_size(len(param), ranks)
         numel, itemsize = rows * param[0].numel(), (dtype or param.dtype).itemsize
         sizes = numel * itemsize, -(-numel // unit) * unit * itemsize
         groups.setdefault(group, []).append(sizes)
@@ -149,7 +149,7 @@ def alone(low: bool) -> dict[str, tuple[Any, Any]]:
     precision = MixedPrecision(param_dtype=torch.bfloat16 if low else None)
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
-    def doors(mesh: Any) -> Any:
+    def apis(mesh: Any) -> Any:
         model: Any = make_decoder()
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -158,7 +158,7 @@ def alone(low: bool) -> dict[str, tuple[Any, Any]]:
     def wrapped(**options: Any) -> Any:
         return wrap_blocks(library(FULLSHARD), make_decoder(), mixed_precision=precision, **options)
 
-    commed = doors(mesh["shard"])
+    commed = apis(mesh["shard"])
     for module in commed.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(Uncalled())
@@ -166,9 +166,9 @@ def alone(low: bool) -> dict[str, tuple[Any, Any]]:
     commed.set_separate_reduce_scatter_group()
     hybrid, groups = ShardingStrategy.HYBRID_SHARD, len(commed.blocks) + 1
     return {
-        "fully_shard": (doors(mesh["shard"]), 0),
+        "fully_shard": (apis(mesh["shard"]), 0),
         "with comm objects": (commed, 0),
-        "HSDP": (doors(mesh), groups if ranks > 1 else 0),
+        "HSDP": (apis(mesh), groups if ranks > 1 else 0),
         "flat": (wrapped(process_group=group), 0),
         "pieces": (wrapped(process_group=group, use_orig_params=True), 0),
         "hybrid": (

@@ -1,7 +1,7 @@
 """Derivatives beyond one backward: `torch.func`, forward-mode differentiation, gradients of gradients.
 
 A program computes a loss, values, or both, with a model that it takes as a function. It runs for two
-steps on every door, and weights and values must be those of one process: a gradient that does not
+steps on every API, and weights and values must be those of one process: a gradient that does not
 arrive shows in the weights.
 """
 
@@ -85,7 +85,7 @@ def make_flow() -> Flow:
     return Flow()
 
 
-# --- doors ----------------------------------------------------------------------------------------
+# --- apis ----------------------------------------------------------------------------------------
 
 
 def sharded(model: Flow, **options: Any) -> nn.Module:
@@ -107,7 +107,7 @@ def wrapped(model: Flow, **options: Any) -> nn.Module:
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, **options)
 
 
-DOORS: dict[str, Callable[[Flow], nn.Module]] = {
+APIS: dict[str, Callable[[Flow], nn.Module]] = {
     "fully_shard": sharded,
     "fully_shard, kept after forward": partial(sharded, reshard_after_forward=False),
     "replicate": replicated,
@@ -317,8 +317,8 @@ def in_one_process(program: Program) -> tuple[list[Any], dict[str, Tensor]]:
     return seen, weights(model)
 
 
-def through(door: str, program: Program) -> tuple[list[Any], dict[str, Tensor]]:
-    model = DOORS[door](make_flow())
+def through(api: str, program: Program) -> tuple[list[Any], dict[str, Tensor]]:
+    model = APIS[api](make_flow())
     optimizer = ShardOptimizer("SGD", list(model.parameters()), lr=0.1)
     seen = []
     for step in range(2):
@@ -337,17 +337,17 @@ def entries(seen: list[Any]) -> list[Any]:
     return [values for values in seen if values is not None]
 
 
-def check(programs: Sequence[Program], doors: Sequence[str] = tuple(DOORS)) -> None:
+def check(programs: Sequence[Program], apis: Sequence[str] = tuple(APIS)) -> None:
     faults = []
     for program in programs:
         expected_values, expected_weights = in_one_process(program)
-        for door in doors:
+        for api in apis:
             try:
-                values, found = through(door, program)
+                values, found = through(api, program)
                 assert_close(found, expected_weights, rtol=1e-4, atol=1e-6)
                 assert_close(entries(values), entries(expected_values), rtol=1e-4, atol=1e-6)
             except Exception as error:
-                faults.append(f"{program.__name__}, {door}: {type(error).__name__}: {error}")
+                faults.append(f"{program.__name__}, {api}: {type(error).__name__}: {error}")
     assert not faults, "\n".join(faults)
 
 
@@ -456,8 +456,8 @@ def test_gradients_by_parameters_have_no_graph_and_that_is_said(world: Any) -> N
 def call_with_other_parameters() -> None:
     x, _ = rows_of(0, dist.get_rank())
     expected = make_flow()(x)
-    for door in ("fully_shard", "fully_shard, kept after forward", "replicate"):
-        model = DOORS[door](make_flow())
+    for api in ("fully_shard", "fully_shard, kept after forward", "replicate"):
+        model = APIS[api](make_flow())
         for _ in range(2):  # before and after the first forward
             own = dict(model.named_parameters())
             out = torch.func.functional_call(model, dict(own), (x,))  # it writes to the dict

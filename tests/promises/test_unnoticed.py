@@ -56,9 +56,9 @@ def with_flat_params() -> Any:
     return wrapped(use_orig_params=False)
 
 
-DOORS: Sequence[Callable[[], Any]] = (functional, with_orig_params, with_flat_params)
+APIS: Sequence[Callable[[], Any]] = (functional, with_orig_params, with_flat_params)
 OF_PARAMS: Sequence[Callable[[], Any]] = (functional, with_orig_params)
-"""Doors after which every parameter still is one."""
+"""Apis after which every parameter still is one."""
 
 
 def inputs(rank: int) -> Tensor:
@@ -145,8 +145,8 @@ def test_weights_that_are_read_without_a_call_of_their_module_get_gradients(worl
 
 
 def hooks_before_and_after_sharding() -> None:
-    for door in OF_PARAMS:
-        model = door()
+    for api in OF_PARAMS:
+        model = api()
         expected = reference()
         seen: list[str] = []
         for name, param in model.named_parameters():
@@ -212,8 +212,8 @@ def test_hooks_on_flat_parameters_run_and_those_that_cannot_are_refused(world):
 def optimizers_in_backward() -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward  # compiles for a second
 
-    for door in OF_PARAMS:
-        model, twin = door(), make_net()
+    for api in OF_PARAMS:
+        model, twin = api(), make_net()
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
         before = {name: param.detach().clone() for name, param in twin.named_parameters()}
         gradients = reference()
@@ -234,8 +234,8 @@ def test_optimizers_applied_in_backward_step_when_gradients_arrive(world):
 def backward_into_some() -> None:
     names = ["0.weight", "2.bias", "4.weight"]
     expected = reference(inputs=names)
-    for door in OF_PARAMS:
-        model = door()
+    for api in OF_PARAMS:
+        model = api()
         for _ in range(2):  # the second time, parameters have been gathered and given back before
             loss = loss_of(model)
             loss.backward(inputs=[p for n, p in model.named_parameters() if clean(n) in names])
@@ -243,7 +243,7 @@ def backward_into_some() -> None:
                 got, wanted = param.grad, expected[clean(name)]
                 if wanted is None:
                     # Of parameters that are reduced together, those without a gradient take part as zeros.
-                    assert got is None or (door is not functional and not got.any()), name
+                    assert got is None or (api is not functional and not got.any()), name
                 else:
                     assert_close(whole_of(got, wanted.shape), wanted, rtol=1e-5, atol=1e-7)
             model.zero_grad()
@@ -304,9 +304,9 @@ def wrong_optimizers() -> None:
                 match=r"AdamW was made before the model was sharded.*'0\.weight \(of .*after fully_sh",
             ):
                 optimizer.step()
-    # Made in time, for both doors, also after a whole step, and after forward without gradients.
-    for door in DOORS:
-        model = door()
+    # Made in time, for both APIs, also after a whole step, and after forward without gradients.
+    for api in APIS:
+        model = api()
         with torch.no_grad():
             loss_of(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -416,9 +416,9 @@ def test_a_model_that_torch_has_sharded_in_part_is_refused_with_the_cause_first(
 
 
 def late_modules() -> None:
-    for door in DOORS:
-        model = door()
-        inner = model if door is functional else model.module
+    for api in APIS:
+        model = api()
+        inner = model if api is functional else model.module
         loss_of(model).backward()
         inner[4] = nn.Linear(3, 2)
         with pytest.warns(UserWarning, match=r"were added afterwards: \['4\.weight', '4\.bias'\]"):
@@ -466,10 +466,10 @@ def test_modules_and_parameters_that_join_a_sharded_model_are_named(world):
 
 def changed_weights() -> None:
     options: list[dict[str, Any]] = [{}, {"fused": True}, {"foreach": True}]
-    for door in DOORS:
+    for api in APIS:
         for chosen in options:
-            model = door()
-            is_refused = door is functional and chosen.get("fused")
+            model = api()
+            is_refused = api is functional and chosen.get("fused")
             cls = torch.optim.AdamW if is_refused else torch.optim.SGD
             optimizer: torch.optim.Optimizer = cls(model.parameters(), lr=0.1, **chosen)
             loss_of(model).backward()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-import fullshard.plan.layout
+import fullshard.layout.segments
 from fullshard import (
     ConfigurationError,
     FullyShardedDataParallel,
@@ -28,9 +28,9 @@ from fullshard import (
     fully_shard,
     replicate,
 )
-from fullshard.comm import collectives
-from fullshard.comm.backends import backend_named
-from fullshard.plan.mesh import FSDPMeshInfo
+from fullshard.mesh.axes import FSDPMeshInfo
+from fullshard.mesh.backends import backend_named
+from fullshard.transport import collectives
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
@@ -100,7 +100,7 @@ def sharded_gradients(run: Run, steps: int, **kwargs: Any) -> dict[str, Tensor]:
     return gradients(model)
 
 
-# --- the functional door -----------------------------------------------------------------------------
+# --- the functional API -----------------------------------------------------------------------------
 
 UNEVEN = ModelOptions(depth=2, width=5, hidden=7, scalar=True)
 CASES: dict[str, tuple[Run, int]] = {
@@ -120,7 +120,7 @@ def equals_by_hand(name: str, *thresholds: int, columns: bool) -> None:
     placement = {"shard_placement_fn": last_dimension} if columns else {}
     for threshold in thresholds:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", threshold)
+            patch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", threshold)
             assert_equal(sharded_gradients(run, steps, **placement), expected)
 
 

@@ -336,7 +336,7 @@ def accumulation_with_comm_hooks(lib: Any, **options: Any) -> Any:
 def scaled_fp16(lib: Any, **options: Any) -> Any:
     mixed = precision(param_dtype=FP16, reduce_dtype=FP16)(lib)
     run = trainer(lib, **options, **mixed)
-    # Ours for both: torch's has hung on gloo. doors/test_sharded_grad_scaler.py compares the two.
+    # Ours for both: torch's has hung on gloo. test_sharded_grad_scaler.py compares the two.
     scaler = ShardedGradScaler(device="cpu", init_scale=2.0**17, growth_interval=2)
     for step in range(5):
         loss = run.loss(step)

@@ -30,7 +30,7 @@ from fullshard import (
     ShardingStrategy,
     fully_shard,
 )
-from fullshard.comm.journal import journal_of
+from fullshard.divergence.journal import journal_of
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.training import whole
 
@@ -150,7 +150,7 @@ def wrapped(net: Net, **options: Any) -> Any:
     return FullyShardedDataParallel(net, **options)
 
 
-DOORS: dict[str, Callable[[Net], Any]] = {
+APIS: dict[str, Callable[[Net], Any]] = {
     "fully_shard": functional,
     "kept gathered": partial(functional, reshard_after_forward=False),
     "offloaded": partial(functional, offload_policy=CPUOffloadPolicy()),
@@ -192,28 +192,28 @@ def losses(model: Any) -> list[Tensor]:
     return found
 
 
-def check_losses(door: Callable[[Net], Any], write: str, made: Any = plain) -> None:
-    assert_close(losses(door(made(write))), losses(made(write)), rtol=1e-4, atol=1e-6)
+def check_losses(api: Callable[[Net], Any], write: str, made: Any = plain) -> None:
+    assert_close(losses(api(made(write))), losses(made(write)), rtol=1e-4, atol=1e-6)
 
 
-def write_everywhere(door: str) -> None:
+def write_everywhere(api: str) -> None:
     for write in WRITES:
-        if write == "momentum" and door in ("kept gathered", "replicate"):
+        if write == "momentum" and api in ("kept gathered", "replicate"):
             continue  # of DTensors with gathered weights, which torch refuses
         try:
-            check_losses(DOORS[door], write)
+            check_losses(APIS[api], write)
         except Exception as error:
             error.add_note(write)
             raise
 
 
 @pytest.mark.parametrize(
-    ("size", "door"),
-    [(2, "fully_shard"), (2, "wrapper"), *((size, door) for size in (1, 3) for door in DOORS)],
+    ("size", "api"),
+    [(2, "fully_shard"), (2, "wrapper"), *((size, api) for size in (1, 3) for api in APIS)],
 )
 @pytest.mark.filterwarnings("ignore:There is one rank to shard over")
-def test_what_a_forward_writes_is_used_as_in_one_process(world, size: int, door: str) -> None:
-    world(size).run(write_everywhere, door)
+def test_what_a_forward_writes_is_used_as_in_one_process(world, size: int, api: str) -> None:
+    world(size).run(write_everywhere, api)
 
 
 def assign_momentum() -> None:
@@ -232,8 +232,8 @@ def write_in_recomputation() -> None:
         return net
 
     for write in ("own in place", "own after its use", "own assigned data"):
-        for door in (functional, partial(functional, reshard_after_forward=False)):
-            check_losses(door, write, with_checkpoints)
+        for api in (functional, partial(functional, reshard_after_forward=False)):
+            check_losses(api, write, with_checkpoints)
 
 
 def test_what_a_recomputation_writes_is_kept(world) -> None:
@@ -400,8 +400,8 @@ def _write(module: nn.Module) -> None:
 def stay_gathered(train: bool) -> None:
     for how in ("under no_grad", "frozen", "all frozen"):
         expected = write_between_steps(Frozen(how), train=train)
-        for door in (keep_functional, keep_replicated, keep_wrapped):
-            found = write_between_steps(door(Frozen(how)), train=train)
+        for api in (keep_functional, keep_replicated, keep_wrapped):
+            found = write_between_steps(api(Frozen(how)), train=train)
             assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fullshard.plan.layout
+import fullshard.layout.segments
 from fullshard import fully_shard
 from fullshard.engine.state import state_of
 from tests.helpers.fake import fake_world
@@ -66,7 +66,7 @@ def test_large_pieces_are_gathered_in_place_by_default() -> None:
 
 
 def test_nothing_is_copied_after_a_gather_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fullshard.plan.layout, "IN_PLACE_FROM", 0)
+    monkeypatch.setattr(fullshard.layout.segments, "IN_PLACE_FROM", 0)
     with fake_world(3):
         model = make_decoder(ModelOptions(depth=4))
         for block in model.blocks:
@@ -90,7 +90,7 @@ def test_small_pieces_are_gathered_in_one_message_and_copied_once() -> None:
 
 
 def unsharded_parameters_lie_in_the_gather_storage(in_place: bool) -> None:
-    fullshard.plan.layout.IN_PLACE_FROM = 0 if in_place else 1 << 20
+    fullshard.layout.segments.IN_PLACE_FROM = 0 if in_place else 1 << 20
     try:
         model = make_decoder(ModelOptions(scalar=True))
         expected = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -111,7 +111,7 @@ def unsharded_parameters_lie_in_the_gather_storage(in_place: bool) -> None:
             assert torch.equal(param, expected[name]), name
         dist.barrier()
     finally:
-        fullshard.plan.layout.IN_PLACE_FROM = 1 << 20
+        fullshard.layout.segments.IN_PLACE_FROM = 1 << 20
 
 
 @pytest.mark.parametrize("in_place", [True, False])

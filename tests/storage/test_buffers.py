@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from fullshard.plan.layout import (
+from fullshard.layout.segments import (
     ALIGNMENT,
     ROW_ALIGNMENT,
     Division,

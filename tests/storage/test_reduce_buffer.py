@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from fullshard.comm.reduce_buffer import OutputView, ReduceBucket, ReduceBuffer
-from fullshard.plan.layout import ALIGNMENT, ROW_ALIGNMENT, Division
+from fullshard.layout.segments import ALIGNMENT, ROW_ALIGNMENT, Division
+from fullshard.storage.reduce_buffer import OutputView, ReduceBucket, ReduceBuffer
 from tests.helpers.compare import assert_equal
 from tests.storage.test_buffers import (
     CPU,

@@ -14,12 +14,12 @@ All ranks call these functions.
 """
 
 from fullshard.checkpoint.base_weights import Base
-from fullshard.checkpoint.formats import base_of, load
-from fullshard.checkpoint.huggingface import load_huggingface, save_huggingface
+from fullshard.checkpoint.folders.publication import latest
 from fullshard.checkpoint.load_plan import Loaded
-from fullshard.checkpoint.publication import latest
 from fullshard.checkpoint.save import PendingSave, async_save, save
 from fullshard.checkpoint.save_plan import Saved
+from fullshard.checkpoint.sources.formats import base_of, load
+from fullshard.checkpoint.sources.huggingface import load_huggingface, save_huggingface
 
 __all__ = [
     "Base",

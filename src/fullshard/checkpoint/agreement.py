@@ -25,12 +25,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fullshard.checkpoint import json_values
-from fullshard.checkpoint.local_state import LocalTensor
 from fullshard.checkpoint.manifest import StoredTensor
 from fullshard.checkpoint.source import AVERAGES, CLASS, MODEL, TensorRef
+from fullshard.checkpoint.state.local_state import LocalTensor
 from fullshard.errors import CheckpointError, fault_paragraphs, ranks_text
-from fullshard.plan.blocks import whole
-from fullshard.plan.sharding import Sharding
+from fullshard.layout.blocks import whole
+from fullshard.layout.sharding import Sharding
 
 Tree = Mapping[str, Any]
 

@@ -23,17 +23,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.local_state import LocalTensor
 from fullshard.checkpoint.manifest import BaseRecord
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.source import MODEL, Source, TensorInfo
+from fullshard.checkpoint.sources.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.staging import Staging, rows_of
-from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
+from fullshard.checkpoint.state.local_state import LocalTensor
 from fullshard.checkpoint.tensor_files import memory_of
 from fullshard.checkpoint.tensor_memory import contiguous_values
 from fullshard.errors import CheckpointError, fault_paragraphs
 from fullshard.files import local_path
-from fullshard.plan.blocks import Block, whole
+from fullshard.layout.blocks import Block, whole
 
 SAMPLED = 1024
 """Most elements of a tensor that the quick digest has."""

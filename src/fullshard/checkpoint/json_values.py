@@ -30,7 +30,7 @@ from fullshard.checkpoint.dtypes import DTYPE_CODES, DTYPES_BY_CODE
 from fullshard.checkpoint.source import TensorRef
 from fullshard.checkpoint.tensor_memory import contiguous_values
 from fullshard.errors import CheckpointError
-from fullshard.plan.blocks import are_sizes
+from fullshard.layout.blocks import are_sizes
 
 TAG = "!"
 MAX_ARRAY_BYTES = 1 << 20

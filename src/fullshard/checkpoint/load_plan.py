@@ -21,18 +21,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.agreement import check_optimizer_classes
-from fullshard.checkpoint.averages_target import AveragesTarget
-from fullshard.checkpoint.local_state import LocalModelState
-from fullshard.checkpoint.model_target import Faults, ModelTarget, ReadRequest
-from fullshard.checkpoint.optimizer_compatibility import class_names
-from fullshard.checkpoint.optimizer_target import OptimizerTarget
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.save_plan import OnProgress, log, speed
 from fullshard.checkpoint.source import MODEL, Source, averages_in
 from fullshard.checkpoint.staging import Staging, rows_of
+from fullshard.checkpoint.state.averages_target import AveragesTarget
+from fullshard.checkpoint.state.local_state import LocalModelState
+from fullshard.checkpoint.state.model_target import Faults, ModelTarget, ReadRequest
+from fullshard.checkpoint.state.optimizer_compatibility import class_names
+from fullshard.checkpoint.state.optimizer_target import OptimizerTarget
 from fullshard.errors import CheckpointError
+from fullshard.layout.blocks import whole
 from fullshard.optim import EMA
-from fullshard.plan.blocks import whole
 
 Target = ModelTarget | OptimizerTarget | AveragesTarget
 

@@ -24,8 +24,8 @@ from fullshard.checkpoint.dtypes import DTYPE_CODES, DTYPES_BY_CODE
 from fullshard.checkpoint.source import AVERAGES, CLASS, MODEL, OPTIMIZER, TensorRef
 from fullshard.errors import CheckpointError
 from fullshard.files import content_of
-from fullshard.plan.blocks import are_sizes
-from fullshard.plan.sharding import Cuts, Sharding
+from fullshard.layout.blocks import are_sizes
+from fullshard.layout.sharding import Cuts, Sharding
 
 MANIFEST = "manifest.json"
 FORMAT = "fullshard.checkpoint"

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fullshard.comm import collectives
-from fullshard.comm.backends import NOTHING, backend_of
-from fullshard.comm.journal import tag
+from fullshard.divergence.journal import tag
 from fullshard.errors import (
     CheckpointError,
     ConfigurationError,
@@ -23,7 +21,9 @@ from fullshard.errors import (
     exception_message,
     ranks_text,
 )
-from fullshard.plan import mesh
+from fullshard.mesh import axes as mesh
+from fullshard.mesh.backends import NOTHING, backend_of
+from fullshard.transport import collectives
 
 T = TypeVar("T")
 

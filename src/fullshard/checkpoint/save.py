@@ -20,13 +20,13 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.base_weights import Base
+from fullshard.checkpoint.folders.process_exit import join_at_exit
 from fullshard.checkpoint.host_copies import HostMemory, Snapshot
-from fullshard.checkpoint.process_exit import join_at_exit
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.save_plan import OnProgress, Saved, log, make_plan, write
 from fullshard.errors import CheckpointError, ConfigurationError
+from fullshard.mesh import axes as mesh
 from fullshard.optim import EMA
-from fullshard.plan import mesh
 
 
 def save(

@@ -21,19 +21,24 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard.checkpoint import json_values, manifest as manifests, publication
+from fullshard.checkpoint import json_values, manifest as manifests
 from fullshard.checkpoint.agreement import Outline, agreed, outline_of, parts_to_write
 from fullshard.checkpoint.base_weights import Base
-from fullshard.checkpoint.local_state import LocalModelState, LocalTensor
+from fullshard.checkpoint.folders import publication
+from fullshard.checkpoint.folders.retention import (
+    TrainingRun,
+    remove_old_checkpoints,
+    training_run_of,
+)
+from fullshard.checkpoint.folders.unfinished_save import UnfinishedSave
 from fullshard.checkpoint.manifest import FileRecord, Manifest, StoredTensor, file_name
-from fullshard.checkpoint.optimizer_local_state import optimizer_tree
 from fullshard.checkpoint.rank_group import RankGroup
-from fullshard.checkpoint.retention import TrainingRun, remove_old_checkpoints, training_run_of
 from fullshard.checkpoint.source import MODEL
-from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
+from fullshard.checkpoint.sources.stored_checkpoint import StoredCheckpoint
+from fullshard.checkpoint.state.local_state import LocalModelState, LocalTensor
+from fullshard.checkpoint.state.optimizer_local_state import optimizer_tree
 from fullshard.checkpoint.tensor_files import NewEntry, write_file
 from fullshard.checkpoint.tensor_memory import contiguous_values
-from fullshard.checkpoint.unfinished_save import UnfinishedSave
 from fullshard.errors import (
     CheckpointError,
     ConfigurationError,
@@ -43,8 +48,8 @@ from fullshard.errors import (
     size_text,
 )
 from fullshard.files import local_path
+from fullshard.layout.sharding import Sharding
 from fullshard.optim import EMA
-from fullshard.plan.sharding import Sharding
 
 log = logging.getLogger("fullshard.checkpoint")
 

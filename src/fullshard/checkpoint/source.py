@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fullshard.plan.blocks import Block
+from fullshard.layout.blocks import Block
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"

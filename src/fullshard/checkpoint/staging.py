@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fullshard.plan.blocks import Block
+from fullshard.layout.blocks import Block
 
 
 class Staging:

@@ -37,7 +37,7 @@ from fullshard.checkpoint.dtypes import DTYPE_CODES, DTYPES_BY_CODE
 from fullshard.checkpoint.json_values import without_repetition
 from fullshard.checkpoint.manifest import FileRecord
 from fullshard.errors import CheckpointError
-from fullshard.plan.blocks import MAX_DIMS, Block, are_sizes, row_major_strides
+from fullshard.layout.blocks import MAX_DIMS, Block, are_sizes, row_major_strides
 
 CHUNK_BYTES = 1 << 20
 """Data under one checksum."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fullshard.plan.blocks import row_major_strides
+from fullshard.layout.blocks import row_major_strides
 
 
 def stores_each_element(tensor: Tensor) -> bool:

@@ -8,8 +8,8 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.comm.all_gather import GroupAllGather
 from fullshard.engine import known_groups
+from fullshard.engine.all_gather import GroupAllGather
 from fullshard.engine.param_group import FSDPParamGroup
 
 

@@ -30,18 +30,18 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.comm import watchdog
-from fullshard.comm.backends import backend_of
-from fullshard.comm.journal import POSITION, Waiting, journal_of, tag
-from fullshard.comm.meetings import meet
-from fullshard.comm.store_agreement import StoreAgreement
-from fullshard.comm.verdict import VERDICT
+from fullshard.divergence import watchdog
+from fullshard.divergence.journal import POSITION, Waiting, journal_of, tag
+from fullshard.divergence.meetings import meet
+from fullshard.divergence.store_agreement import StoreAgreement
+from fullshard.divergence.verdict import VERDICT
 from fullshard.engine.initial_weights import Weights, take_initial_weights, weights_text
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.model_description import GENERAL, describe, process_groups
 from fullshard.engine.model_differences import changes, message_about
 from fullshard.engine.state import FSDPState
 from fullshard.errors import DivergenceError
+from fullshard.mesh.backends import backend_of
 
 _TIMEOUT_S = 1800.0
 """The timeout for process groups that have none."""

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from fullshard import torch_border
-from fullshard.comm.journal import POSITION
-from fullshard.comm.streams import comm_contexts
+from fullshard.divergence.journal import POSITION
 from fullshard.engine import captures, fused_linear
 from fullshard.engine.known_groups import group_without_memory, groups_of
+from fullshard.engine.schedule import Call
 from fullshard.errors import LifecycleError
-from fullshard.plan.schedule import Call
 from fullshard.storage.param import FSDPParam
 from fullshard.storage.sharded_params import group_of
+from fullshard.transport.streams import comm_contexts
 
 if TYPE_CHECKING:
     from fullshard.engine.backward_passes import BackwardPasses

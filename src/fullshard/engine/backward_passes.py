@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 
 from fullshard import torch_border
-from fullshard.comm.journal import POSITION
+from fullshard.divergence.journal import POSITION
 from fullshard.engine import backward_hooks, captures
+from fullshard.engine.schedule import BackwardGraphs, Call, has_left
 from fullshard.engine.state import FSDPState
 from fullshard.engine.training_state import TrainingState
 from fullshard.errors import LifecycleError
-from fullshard.plan.schedule import BackwardGraphs, Call, has_left
 from fullshard.storage.param import FSDPParam
 
 if TYPE_CHECKING:

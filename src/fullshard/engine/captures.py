@@ -17,10 +17,10 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from fullshard.comm.backends import backend_of
-from fullshard.comm.streams import comm_contexts, is_capturing
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import UsageError
+from fullshard.mesh.backends import backend_of
+from fullshard.transport.streams import comm_contexts, is_capturing
 
 if TYPE_CHECKING:
     from fullshard.engine.runtime import Runtime

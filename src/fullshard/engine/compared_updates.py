@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.comm.journal import Update
+from fullshard.divergence.journal import Update
 from fullshard.engine.param_group import FSDPParamGroup
 
 OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps")

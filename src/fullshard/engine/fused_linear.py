@@ -37,7 +37,7 @@ from fullshard import torch_border
 from fullshard.engine import compiled_linear
 from fullshard.engine.shared_inputs import SharedInput, SharedInputs
 from fullshard.errors import LifecycleError, UnsupportedError
-from fullshard.plan.names import clean_name
+from fullshard.layout.names import clean_name
 
 if TYPE_CHECKING:
     from fullshard.engine.param_group import FSDPParamGroup

@@ -21,11 +21,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.backends import Backend, backend_of
-from fullshard.comm.reduce_settings import ReduceSettings
-from fullshard.comm.step_guard import StepFailure, StepGuard, step_failed
+from fullshard.divergence.step_guard import StepFailure, StepGuard, step_failed
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.reduce_settings import ReduceSettings
 from fullshard.engine.state import FSDPState, named_states, state_of
 from fullshard.errors import (
     ConfigurationError,
@@ -34,7 +33,8 @@ from fullshard.errors import (
     UnsupportedError,
     exception_message,
 )
-from fullshard.plan.mesh import global_rank, world_size
+from fullshard.mesh.axes import global_rank, world_size
+from fullshard.mesh.backends import Backend, backend_of
 
 __all__ = ["GuardedStep", "guarded_step"]
 

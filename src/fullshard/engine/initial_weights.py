@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from fullshard.comm.streams import is_capturing
 from fullshard.engine.model_description import full_name, ranks_in_common
 from fullshard.engine.state import FSDPState
 from fullshard.errors import names_text
-from fullshard.plan.names import clean_name
+from fullshard.layout.names import clean_name
 from fullshard.storage.initial_values import unchanged
+from fullshard.transport.streams import is_capturing
 
 Weights = Mapping[str, str]
 """By names of parameters, digests of their initial values."""

@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from functools import partial
 
 from fullshard import torch_border
-from fullshard.comm import watchdog
-from fullshard.comm.streams import FSDPCommContext
+from fullshard.divergence import watchdog
 from fullshard.engine import fused_linear, process_hooks
 from fullshard.engine.ownership import names_in_common
 from fullshard.engine.padding import warn_of_padding
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.state import FSDPState, named_states, state_of
 from fullshard.errors import LifecycleError, UsageError
-from fullshard.plan.names import clean_name
+from fullshard.layout.names import clean_name
 from fullshard.storage.param import has_all_gather_extension
+from fullshard.transport.streams import FSDPCommContext
 
 
 def lazy_init(state: FSDPState) -> Runtime:

@@ -31,15 +31,15 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm.backends import has_imagined_ranks, has_peers
-from fullshard.comm.reduce_settings import ReduceSettings
 from fullshard.engine.ownership import names_in_common
 from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.reduce_settings import ReduceSettings
 from fullshard.engine.state import FSDPState
 from fullshard.errors import ConfigurationError
-from fullshard.plan.layout import Division
-from fullshard.plan.mesh import DataParallelAxes, ranks_by_replica
-from fullshard.plan.policies import MixedPrecisionPolicy
+from fullshard.layout.segments import Division
+from fullshard.mesh.axes import DataParallelAxes, ranks_by_replica
+from fullshard.mesh.backends import has_imagined_ranks, has_peers
+from fullshard.policies import MixedPrecisionPolicy
 from fullshard.storage.param import FSDPParam
 
 Section = dict[str, str]

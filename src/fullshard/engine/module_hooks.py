@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import torch_border
-from fullshard.comm.journal import POSITION
+from fullshard.divergence.journal import POSITION
 from fullshard.engine import backward_hooks, captures
 from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.runtime import Runtime
+from fullshard.engine.schedule import Call
 from fullshard.engine.state import FSDPState
 from fullshard.engine.tensor_trees import (
     cast_floating,
@@ -33,7 +34,6 @@ from fullshard.engine.tensor_trees import (
     to_device,
 )
 from fullshard.errors import LifecycleError
-from fullshard.plan.schedule import Call
 from fullshard.storage import mixed_tensors
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fullshard.comm.streams import is_capturing
 from fullshard.engine.model_changes import CHANGES
 from fullshard.errors import ConfigurationError, OptionTypeError
-from fullshard.plan.policies import MixedPrecisionPolicy, switch
+from fullshard.policies import MixedPrecisionPolicy, switch
+from fullshard.transport.streams import is_capturing
 
 if TYPE_CHECKING:
     from fullshard.engine.state import FSDPState

@@ -15,7 +15,7 @@ from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.plain_params import mark_ignored
 from fullshard.engine.state import IgnoredParams, state_of
 from fullshard.errors import ConfigurationError
-from fullshard.plan.names import clean_name, is_wrapper
+from fullshard.layout.names import clean_name, is_wrapper
 from fullshard.storage.param import check_can_be_sharded
 from fullshard.storage.sharded_params import (
     ParamModuleInfo,

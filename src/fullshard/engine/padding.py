@@ -14,8 +14,8 @@ from typing import NamedTuple
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState
 from fullshard.errors import size_text
-from fullshard.plan.balanced_placement import least_padded_dim
-from fullshard.plan.layout import Division
+from fullshard.layout.balanced_placement import least_padded_dim
+from fullshard.layout.segments import Division
 
 PADDED_FROM = 1 / 4
 """A group is named if padding is more than this part of its parameters."""

@@ -22,23 +22,23 @@ from typing import Any
 import torch
 
 from fullshard import torch_border
-from fullshard.comm import collectives
-from fullshard.comm.all_gather import AllGatherState, GroupAllGather, UnshardedInPlace
-from fullshard.comm.gradient_reducer import GradientReducer
-from fullshard.comm.group_all_gathers import GroupAllGathers
-from fullshard.comm.journal import tag
-from fullshard.comm.spans import TraceRecorder
-from fullshard.comm.streams import FSDPCommContext
+from fullshard.divergence.journal import tag
 from fullshard.engine import known_groups
+from fullshard.engine.all_gather import AllGatherState, GroupAllGather, UnshardedInPlace
+from fullshard.engine.gradient_reducer import GradientReducer
+from fullshard.engine.group_all_gathers import GroupAllGathers
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.errors import ConfigurationError
-from fullshard.plan.mesh import DataParallelAxes
-from fullshard.plan.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.mesh.axes import DataParallelAxes
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.storage.param import FSDPParam, ParamSwap, UnshardedWrites, VersionGuard
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.shard_storage import ShardStorage
 from fullshard.storage.sharded_params import ShardedParam
+from fullshard.transport import collectives
+from fullshard.transport.spans import TraceRecorder
+from fullshard.transport.streams import FSDPCommContext
 
 _SERIAL_NUMBERS = itertools.count()
 

@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard import torch_border
-from fullshard.comm.backends import has_peers
-from fullshard.comm.streams import is_capturing
 from fullshard.engine.optimizer_checks import params_of
-from fullshard.plan.names import clean_name
+from fullshard.layout.names import clean_name
+from fullshard.mesh.backends import has_peers
 from fullshard.storage.sharded_params import group_of, unsharded_name
+from fullshard.transport.streams import is_capturing
 
 _IGNORED = "_fullshard_ignored"
 _LOOKS = 3

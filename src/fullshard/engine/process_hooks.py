@@ -34,9 +34,8 @@ from torch.optim.optimizer import (
 )
 
 from fullshard import torch_border
-from fullshard.comm.journal import POSITION, journal_of, journals
-from fullshard.comm.meetings import step_taken
-from fullshard.comm.unreduced_gradients import gradients_were_cleared, not_to_be_updated
+from fullshard.divergence.journal import POSITION, journal_of, journals
+from fullshard.divergence.meetings import step_taken
 from fullshard.engine import (
     backward_finalization,
     backward_hooks,
@@ -49,6 +48,7 @@ from fullshard.engine.known_groups import groups_of, unsharded_groups
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.engine.plain_params import compare_plain_gradients, is_to_be_compared
+from fullshard.engine.unreduced_gradients import gradients_were_cleared, not_to_be_updated
 from fullshard.errors import LifecycleError, UsageError
 from fullshard.storage.sharded_params import (
     GROUP_MARK,

@@ -42,8 +42,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.comm.journal import POSITION, journal_of, tag
-from fullshard.comm.streams import FSDPCommContext
+from fullshard.divergence.journal import POSITION, journal_of, tag
 from fullshard.engine import captures, pipelines, process_hooks
 from fullshard.engine.active_dropout import warn_of_active_dropout
 from fullshard.engine.agreement import ModelAgreement
@@ -51,11 +50,12 @@ from fullshard.engine.backward_passes import BackwardPasses
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.model_description import process_groups
 from fullshard.engine.ownership import unmanaged_params
+from fullshard.engine.schedule import FORWARD, Call, Schedule
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState
 from fullshard.engine.training_state import TrainingState
 from fullshard.errors import ConfigurationError, LifecycleError
-from fullshard.plan.schedule import FORWARD, Call, Schedule
+from fullshard.transport.streams import FSDPCommContext
 
 # Read on the hot path, where an enum's own lookup takes longer than what it decides.
 _SHARDED = ShardedState.SHARDED

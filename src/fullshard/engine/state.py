@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fullshard.comm import watchdog
-from fullshard.comm.streams import FSDPCommContext
+from fullshard.divergence import watchdog
 from fullshard.engine import backward_hooks
 from fullshard.engine.installed_full_params import InstalledFullParams
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.observed_use import ObservedUse
 from fullshard.engine.options import StateOptions
 from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.schedule import FORWARD, Call
 from fullshard.engine.training_state import TrainingState
-from fullshard.plan.names import clean_name
-from fullshard.plan.schedule import FORWARD, Call
+from fullshard.layout.names import clean_name
+from fullshard.transport.streams import FSDPCommContext
 
 if TYPE_CHECKING:
     from fullshard.engine.runtime import Runtime

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from fullshard.comm import collectives
-from fullshard.comm.journal import tag
+from fullshard.divergence.journal import tag
 from fullshard.engine import process_hooks
 from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
@@ -34,10 +33,10 @@ from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, attach_state
 from fullshard.errors import ConfigurationError, UnsupportedError
 from fullshard.fsdp1.wrapper_options import WrapperOptions
-from fullshard.plan.mesh import DataParallelAxes, DataParallelMeshInfo
-from fullshard.plan.names import FLAT_PARAM, clean_name
-from fullshard.plan.placement import DTensorPlacer, ParamPlacement, local_tensor
-from fullshard.plan.policies import (
+from fullshard.layout.names import FLAT_PARAM, clean_name
+from fullshard.layout.placement import DTensorPlacer, ParamPlacement, local_tensor
+from fullshard.mesh.axes import DataParallelAxes, DataParallelMeshInfo
+from fullshard.policies import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -46,6 +45,7 @@ from fullshard.plan.policies import (
 from fullshard.storage.param import FSDPParam, fits_in_buffers
 from fullshard.storage.shard_formats import FlatFormat, FlatParameterFormat, ShardFormat
 from fullshard.storage.sharded_params import ParamModuleInfo, reads_gradients
+from fullshard.transport import collectives
 
 _KEPT_AFTER_FORWARD = (
     ShardingStrategy.SHARD_GRAD_OP,

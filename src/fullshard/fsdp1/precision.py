@@ -15,7 +15,7 @@ from fullshard import torch_border
 from fullshard.api import MixedPrecision
 from fullshard.engine.state import FSDPState
 from fullshard.fsdp1.construction import full_precision_in_eval, policy_of
-from fullshard.plan.policies import MixedPrecisionPolicy
+from fullshard.policies import MixedPrecisionPolicy
 
 
 class Precision:

@@ -20,7 +20,7 @@ from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import named_states, state_of
 from fullshard.errors import ConfigurationError, LifecycleError, UnsupportedError
 from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
-from fullshard.plan.names import clean_name
+from fullshard.layout.names import clean_name
 
 
 def notice_assigned(module: nn.Module) -> None:

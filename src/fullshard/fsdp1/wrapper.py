@@ -30,27 +30,26 @@ from fullshard.api import (
     StateDictSettings,
     StateDictType,
 )
-from fullshard.engine import fused_linear, module_hooks, skipped_forward
-from fullshard.engine.clip_grad import Clipping
+from fullshard.engine import fused_linear, module_hooks
 from fullshard.engine.ownership import has_forward, managed_modules
 from fullshard.engine.state import state_of
 from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
 from fullshard.errors import LifecycleError
-from fullshard.fsdp1 import (
-    comm_hooks,
-    loadable_optimizer_state,
-    optimizer_params,
-    precision,
-    saved_optimizer_state,
-    state_dict_settings,
-    state_dicts,
-    summon_full_params,
-)
+from fullshard.features import skipped_forward
+from fullshard.features.clip_grad import Clipping
+from fullshard.fsdp1 import comm_hooks, precision, summon_full_params
 from fullshard.fsdp1.construction import shard
 from fullshard.fsdp1.direct_calls import DirectCalls
+from fullshard.fsdp1.state_dicts import (
+    loadable_optimizer_state,
+    model_state as state_dicts,
+    optimizer_params,
+    saved_optimizer_state,
+    settings as state_dict_settings,
+)
 from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
 from fullshard.fsdp1.wrapper_options import ProcessGroups, read_options, wrap_below
-from fullshard.plan.names import FSDP_WRAPPED_MODULE
+from fullshard.layout.names import FSDP_WRAPPED_MODULE
 from fullshard.wrap import reiterable
 
 

@@ -22,9 +22,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fullshard.comm.backends import NOTHING, backend_of, has_imagined_ranks
 from fullshard.errors import ConfigurationError, OptionTypeError, UsageError
-from fullshard.plan.mesh import (
+from fullshard.mesh.axes import (
     DataParallelAxes,
     DDPMeshInfo,
     FSDPMeshInfo,
@@ -34,7 +33,8 @@ from fullshard.plan.mesh import (
     default_group,
     node_groups,
 )
-from fullshard.plan.policies import check_type, switch
+from fullshard.mesh.backends import NOTHING, backend_of, has_imagined_ranks
+from fullshard.policies import check_type, switch
 from fullshard.wrap import Wrapping, auto_wrap
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]

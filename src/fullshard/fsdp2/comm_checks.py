@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fullshard.comm.collectives import (
+from fullshard.engine.state import FSDPState
+from fullshard.errors import ConfigurationError
+from fullshard.transport.collectives import (
     ProcessGroupAllGather,
     ProcessGroupReduceScatter,
     SymmetricAllGather,
     SymmetricReduceScatter,
 )
-from fullshard.engine.state import FSDPState
-from fullshard.errors import ConfigurationError
 
 _STAGED_BY: dict[str, tuple[type, ...]] = {
     "set_allocate_memory_from_process_group_for_comm": (

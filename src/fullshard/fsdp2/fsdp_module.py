@@ -18,7 +18,22 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.comm.collectives import (
+from fullshard.engine import backward_finalization, fused_linear, module_hooks
+from fullshard.engine.backward_finalization import GradientReductionHandle
+from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.state import FSDPState, state_of
+from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
+from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError, UsageError
+from fullshard.features import skipped_forward
+from fullshard.fsdp2.comm_checks import (
+    check_comms_can_be_chosen,
+    check_one_input_buffer,
+    check_reduce_scatters,
+    reduces_in_symmetric_memory,
+)
+from fullshard.mesh.axes import twin_group
+from fullshard.policies import check_type, switch
+from fullshard.transport.collectives import (
     AllGather,
     ProcessGroupAllGather,
     ProcessGroupReduceScatter,
@@ -28,26 +43,7 @@ from fullshard.comm.collectives import (
     check_group_allocates,
     choose_symmetric_memory,
 )
-from fullshard.comm.streams import FSDPCommContext
-from fullshard.engine import (
-    backward_finalization,
-    fused_linear,
-    module_hooks,
-    skipped_forward,
-)
-from fullshard.engine.backward_finalization import GradientReductionHandle
-from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.state import FSDPState, state_of
-from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
-from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError, UsageError
-from fullshard.fsdp2.comm_checks import (
-    check_comms_can_be_chosen,
-    check_one_input_buffer,
-    check_reduce_scatters,
-    reduces_in_symmetric_memory,
-)
-from fullshard.plan.mesh import twin_group
-from fullshard.plan.policies import check_type, switch
+from fullshard.transport.streams import FSDPCommContext
 
 
 class FSDPModule(torch_border.ConvertibleModule):

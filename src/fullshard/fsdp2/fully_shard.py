@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard import torch_border
-from fullshard.comm import collectives
 from fullshard.engine import module_hooks, process_hooks
 from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
@@ -48,8 +47,14 @@ from fullshard.fsdp2.fsdp_module import (
     sharded_class,
 )
 from fullshard.fsdp2.state_dict_shards import give_own_storages
-from fullshard.plan.balanced_placement import sharding_over
-from fullshard.plan.mesh import (
+from fullshard.layout.balanced_placement import sharding_over
+from fullshard.layout.placement import (
+    AlreadyShardedError,
+    DTensorPlacer,
+    ParamPlacement,
+    local_tensor,
+)
+from fullshard.mesh.axes import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
     ShardPlacementResult,
@@ -58,13 +63,7 @@ from fullshard.plan.mesh import (
     replicating_mesh_info,
     sharding_mesh_info,
 )
-from fullshard.plan.placement import (
-    AlreadyShardedError,
-    DTensorPlacer,
-    ParamPlacement,
-    local_tensor,
-)
-from fullshard.plan.policies import (
+from fullshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -75,6 +74,7 @@ from fullshard.storage import mixed_tensors
 from fullshard.storage.param import FSDPParam, fits_in_buffers, normalized_shard_dim
 from fullshard.storage.shard_formats import RowFormat
 from fullshard.storage.sharded_params import ParamModuleInfo
+from fullshard.transport import collectives
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]

@@ -6,7 +6,7 @@
 
 Small groups are slow: a collective has its latency however little it moves, and each group costs host time. Large groups
 need memory, and the first gather has no compute to run beside. So a group should have a certain size, the **target**:
-``min_bytes``, but at most an eighth of the model. `engine/group_units.py` finds the modules and puts them together.
+``min_bytes``, but at most an eighth of the model. `features/group_units.py` finds the modules and puts them together.
 
 Everything depends on shapes, names and classes. So all ranks make the same plan, for any number of ranks. Nothing is
 allocated and nothing is communicated.
@@ -21,12 +21,12 @@ from itertools import groupby
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.engine.group_units import GroupingOptions
-from fullshard.engine.planned_groups import MAX_BYTES, MIN_BYTES, PlannedGroup, planned_groups
 from fullshard.errors import LifecycleError, size_text
+from fullshard.features.group_units import GroupingOptions
+from fullshard.features.planned_groups import MAX_BYTES, MIN_BYTES, PlannedGroup, planned_groups
 from fullshard.fsdp2.fully_shard import ShardPlacementFn, fully_shard
-from fullshard.plan.balanced_placement import balanced_placement
-from fullshard.plan.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.layout.balanced_placement import balanced_placement
+from fullshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap import CustomPolicy
 
 

@@ -5,9 +5,9 @@ It owns the fused ranges of shard memory that one kernel updates, the plans by w
 optimizers over both, and averages of shards.
 """
 
-from fullshard.optim.adamw8bit import AdamW8bit
+from fullshard.optim.eight_bit.adamw8bit import AdamW8bit
 from fullshard.optim.ema import EMA
-from fullshard.optim.muon import Muon
+from fullshard.optim.matrices.muon import Muon
 from fullshard.optim.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["EMA", "AdamW8bit", "Muon", "ShardedOptimizer"]

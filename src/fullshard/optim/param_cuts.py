@@ -13,13 +13,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.comm.backends import NOTHING, backend_of
 from fullshard.engine.known_groups import groups_of
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import ConfigurationError, UnsupportedError, fault_paragraphs
-from fullshard.plan.mesh import global_rank, group_over, ranks_by_replica
-from fullshard.plan.param_shardings import dtensor_sharding, flat_sharding
-from fullshard.plan.sharding import Sharding, replicated
+from fullshard.layout.param_shardings import dtensor_sharding, flat_sharding
+from fullshard.layout.sharding import Sharding, replicated
+from fullshard.mesh.axes import global_rank, group_over, ranks_by_replica
+from fullshard.mesh.backends import NOTHING, backend_of
 from fullshard.storage.flat_parameter import FlatParameter
 
 

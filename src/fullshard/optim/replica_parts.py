@@ -31,7 +31,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.comm import collectives
 from fullshard.engine.known_groups import groups_of
 from fullshard.optim.fused_shards import FusedShard, UpdatedTensor, like_param, local_of
 from fullshard.optim.param_cuts import check_backend
@@ -43,6 +42,7 @@ from fullshard.optim.replica_messages import (
     raise_differences,
 )
 from fullshard.storage.sharded_params import ShardedParam
+from fullshard.transport import collectives
 
 _ALIGNMENT = 64
 """Twice the elements of the widest vector register, for elements of two bytes."""

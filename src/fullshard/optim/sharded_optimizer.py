@@ -28,7 +28,6 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.comm.streams import is_capturing
 from fullshard.errors import ConfigurationError, LifecycleError, UsageError
 from fullshard.optim.fused_shards import (
     FusedShard,
@@ -39,6 +38,7 @@ from fullshard.optim.fused_shards import (
 )
 from fullshard.optim.replica_messages import check_bucket
 from fullshard.optim.replica_parts import Bucket, ReplicaPart, ReplicaParts
+from fullshard.transport.streams import is_capturing
 
 __all__ = ["ShardedOptimizer"]
 

@@ -10,12 +10,12 @@ import errno
 import sys
 from typing import IO, TYPE_CHECKING, cast
 
+from fullshard.drop_in import program
 from fullshard.programs.console.broken_pipe_safe import (
     WatchedStream,
     broken_pipe_safe,
     open_standard_streams,
 )
-from fullshard.run import program
 
 if TYPE_CHECKING:
     import typer

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fullshard.run.program import version_text
+from fullshard.drop_in.program import version_text
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullshard.plan.layout import (
+from fullshard.layout.segments import (
     ROW_ALIGNMENT,
     Division,
     Layout,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.errors import LifecycleError
-from fullshard.plan.placement import ParamPlacement
+from fullshard.layout.placement import ParamPlacement
 from fullshard.storage.sharded_params import (
     NOT_TIED,
     ParamModuleInfo,

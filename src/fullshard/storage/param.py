@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import torch_border
 from fullshard.errors import ConfigurationError
-from fullshard.plan.placement import ParamPlacement, local_tensor
-from fullshard.plan.policies import MixedPrecisionPolicy
+from fullshard.layout.placement import ParamPlacement, local_tensor
+from fullshard.policies import MixedPrecisionPolicy
 from fullshard.storage.initial_values import InitialValues
 from fullshard.storage.sharded_params import ParamModuleInfo, ShardedParam, mark_unsharded
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fullshard.plan.layout import (
+from fullshard.layout.segments import (
     Layout,
     contiguous_strides,
     flat_layout,

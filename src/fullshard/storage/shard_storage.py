@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fullshard import torch_border
 from fullshard.errors import ConfigurationError
-from fullshard.plan.mesh import DataParallelAxes
-from fullshard.plan.placement import local_tensor
+from fullshard.layout.placement import local_tensor
+from fullshard.mesh.axes import DataParallelAxes
 from fullshard.storage.buffers import ShardBuffer, shard_of
 from fullshard.storage.flat_parameter import FlatShardedParam
 from fullshard.storage.param import FSDPParam, fits_in_buffers, has_all_gather_extension

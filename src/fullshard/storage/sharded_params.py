@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.errors import ConfigurationError
-from fullshard.plan.placement import ParamPlacement, local_tensor
+from fullshard.layout.placement import ParamPlacement, local_tensor
 from fullshard.storage.buffers import in_memory_order
 
 # Looked up once, as they are used for every parameter in every step.

@@ -15,8 +15,8 @@ from torch import nn
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, named_states, state_of
 from fullshard.errors import ConfigurationError
-from fullshard.plan.balanced_placement import least_padded_dim
-from fullshard.plan.layout import Division, Layout, flat_layout, per_row_layout
+from fullshard.layout.balanced_placement import least_padded_dim
+from fullshard.layout.segments import Division, Layout, flat_layout, per_row_layout
 from fullshard.storage.param import FSDPParam
 from fullshard.tracing.schema import GroupFacts
 

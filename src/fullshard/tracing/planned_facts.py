@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fullshard.engine.group_units import GroupingOptions
 from fullshard.engine.ownership import params_by_owner
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.planned_groups import MAX_BYTES, MIN_BYTES, planned_groups
 from fullshard.engine.state import named_states
-from fullshard.plan.names import is_wrapper
-from fullshard.plan.policies import MixedPrecisionPolicy
+from fullshard.features.group_units import GroupingOptions
+from fullshard.features.planned_groups import MAX_BYTES, MIN_BYTES, planned_groups
+from fullshard.layout.names import is_wrapper
+from fullshard.policies import MixedPrecisionPolicy
 from fullshard.tracing.group_facts import outermost_states
 from fullshard.tracing.schema import PlannedFacts
 

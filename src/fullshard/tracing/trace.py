@@ -22,19 +22,9 @@ from typing import Self
 
 from torch import nn
 
-from fullshard.comm.spans import (
-    CollectiveSpan,
-    ComputeSpan,
-    Mark,
-    Named,
-    StepSpan,
-    TraceRecorder,
-    WaitSpan,
-)
-from fullshard.comm.streams import FSDPCommContext
 from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.files import atomic_write, local_path
-from fullshard.plan.mesh import global_rank, world_size
+from fullshard.mesh.axes import global_rank, world_size
 from fullshard.tracing.group_facts import facts_of_groups, outermost_states, states_in
 from fullshard.tracing.planned_facts import planned_facts
 from fullshard.tracing.schema import (
@@ -46,6 +36,16 @@ from fullshard.tracing.schema import (
     Trace,
     to_document,
 )
+from fullshard.transport.spans import (
+    CollectiveSpan,
+    ComputeSpan,
+    Mark,
+    Named,
+    StepSpan,
+    TraceRecorder,
+    WaitSpan,
+)
+from fullshard.transport.streams import FSDPCommContext
 
 
 def trace(

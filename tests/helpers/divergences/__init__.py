@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, fully_shard
-from fullshard.comm.backends import backend_named
+from fullshard.mesh.backends import backend_named
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers import stand_in
 from tests.helpers.fake import fake_world

@@ -30,8 +30,8 @@ from fullshard.programs.train.run_folder import CONFIG, RunFolder
 from fullshard.programs.version_option import Version
 
 if TYPE_CHECKING:
-    from fullshard.checkpoint.differences import Differences
     from fullshard.checkpoint.source import Source
+    from fullshard.checkpoint.sources.differences import Differences
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -66,7 +66,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint has: tensors, optimizer state, who wrote it."""
     with errors_as_exit_codes():
-        from fullshard.checkpoint.formats import use_source
+        from fullshard.checkpoint.sources.formats import use_source
         from fullshard.programs.checkpoint_tool import contents, output
 
         path = newest_checkpoint(path)
@@ -84,7 +84,7 @@ def verify(path: Checkpoint, list_all: All = False, version: Version = False) ->
     Exit code 1 if anything is wrong.
     """
     with errors_as_exit_codes(trouble=1):
-        from fullshard.checkpoint.formats import use_source
+        from fullshard.checkpoint.sources.formats import use_source
         from fullshard.programs.checkpoint_tool import output, verification
 
         def check(source: Source) -> verification.Report:
@@ -125,9 +125,9 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format."""
     with errors_as_exit_codes():
-        from fullshard.checkpoint import conversion
-        from fullshard.checkpoint.formats import use_source, with_base
         from fullshard.checkpoint.source import MODEL
+        from fullshard.checkpoint.sources import conversion
+        from fullshard.checkpoint.sources.formats import use_source, with_base
         from fullshard.programs.checkpoint_tool import output, verification
 
         began = time.perf_counter()
@@ -166,8 +166,8 @@ def diff(
     Exit code 0 if they are equal, 1 if they differ.
     """
     with errors_as_exit_codes():
-        from fullshard.checkpoint.differences import differences
-        from fullshard.checkpoint.formats import use_source
+        from fullshard.checkpoint.sources.differences import differences
+        from fullshard.checkpoint.sources.formats import use_source
         from fullshard.programs.checkpoint_tool import output, verification
 
         def compare(one: Source, other: Source) -> Differences:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fullshard.checkpoint import json_values
 from fullshard.checkpoint.source import AVERAGES, CLASS, MODEL, OPTIMIZER, Source
-from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
+from fullshard.checkpoint.sources.stored_checkpoint import StoredCheckpoint
 from fullshard.programs.checkpoint_tool.tensor_locations import locate_tensors
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from fullshard.checkpoint.dcp import EXTRA
-from fullshard.checkpoint.differences import Differences
 from fullshard.checkpoint.source import MODEL, OPTIMIZER, TensorInfo
+from fullshard.checkpoint.sources.dcp import EXTRA
+from fullshard.checkpoint.sources.differences import Differences
 from fullshard.errors import size_text
 from fullshard.programs.checkpoint_tool.verification import Report
 from fullshard.programs.console.broken_pipe_safe import broken_pipe_safe

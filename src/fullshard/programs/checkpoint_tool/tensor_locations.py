@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fullshard.checkpoint.dcp import DcpCheckpoint
-from fullshard.checkpoint.huggingface import HuggingFaceFolder
 from fullshard.checkpoint.manifest import file_name
 from fullshard.checkpoint.source import MODEL, Source
-from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
+from fullshard.checkpoint.sources.dcp import DcpCheckpoint
+from fullshard.checkpoint.sources.huggingface import HuggingFaceFolder
+from fullshard.checkpoint.sources.stored_checkpoint import StoredCheckpoint
 from fullshard.checkpoint.tensor_files import TensorFile
 from fullshard.errors import CheckpointError
-from fullshard.plan.blocks import whole
+from fullshard.layout.blocks import whole
 
 
 @dataclass(frozen=True, slots=True)

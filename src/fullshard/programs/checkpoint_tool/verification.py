@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.checkpoint.dcp import DcpCheckpoint
 from fullshard.checkpoint.source import Source, TensorInfo
-from fullshard.checkpoint.stored_checkpoint import StoredCheckpoint
+from fullshard.checkpoint.sources.dcp import DcpCheckpoint
+from fullshard.checkpoint.sources.stored_checkpoint import StoredCheckpoint
 from fullshard.errors import CheckpointError
-from fullshard.plan.blocks import slabs, whole
+from fullshard.layout.blocks import slabs, whole
 
 BATCH_BYTES = 64 << 20
 """Tensors are checked in batches of about so many bytes, because small ones share checksums."""

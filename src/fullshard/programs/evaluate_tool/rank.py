@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fullshard.checkpoint.formats import open_found, with_base
-from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_together
+from fullshard.checkpoint.folders.found_checkpoint import FoundCheckpoint, read_together
 from fullshard.checkpoint.load_plan import Loaded, load_source
 from fullshard.checkpoint.rank_group import RankGroup
-from fullshard.checkpoint.renamed_source import averages_as_model
+from fullshard.checkpoint.sources.formats import open_found, with_base
+from fullshard.checkpoint.sources.renamed_source import averages_as_model
 from fullshard.programs.evaluate_tool.held_out import HeldOutResult
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.config_file import read_config

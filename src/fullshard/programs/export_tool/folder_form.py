@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from fullshard.checkpoint.formats import use_source
+from fullshard.checkpoint.sources.formats import use_source
 from fullshard.errors import CheckpointError, names_text
 from fullshard.programs.train.config import ModelSection, RunConfig
 from fullshard.programs.train.exported_model import ExportForm

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.engine.padding import padding_text
+from fullshard.layout.segments import IN_PLACE_FROM
 from fullshard.optim.fused_shards import local_of
-from fullshard.optim.muon import hidden_matrices
-from fullshard.plan.layout import IN_PLACE_FROM
+from fullshard.optim.matrices.muon import hidden_matrices
 from fullshard.programs.console.tables import counted
 from fullshard.programs.inspect_tool.activations import kept_bytes
 from fullshard.programs.train.config import OptimizerSection, RunConfig

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.collectives import value_of_first_rank
 from fullshard.errors import ConfigurationError
 from fullshard.programs.plan_tool.device_steps import device_factor
 from fullshard.programs.plan_tool.host_measurements import HostRates, measure_host
@@ -41,6 +40,7 @@ from fullshard.programs.plan_tool.profile_file import known_profiles, load_profi
 from fullshard.programs.plan_tool.program import Collective
 from fullshard.programs.plan_tool.validation import MEASURED_HERE
 from fullshard.tracing.schema import Kind, Trace
+from fullshard.transport.collectives import value_of_first_rank
 
 Report = Callable[[str], None]
 

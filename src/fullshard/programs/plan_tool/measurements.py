@@ -25,10 +25,15 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import fully_shard, torch_border
-from fullshard.comm.collectives import all_gather, all_reduce, reduce_scatter, values_of_all_ranks
-from fullshard.comm.journal import tag
+from fullshard.divergence.journal import tag
 from fullshard.programs.plan_tool.machine import MIB
 from fullshard.programs.plan_tool.program import Collective, CollectiveKind, Kernel
+from fullshard.transport.collectives import (
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    values_of_all_ranks,
+)
 
 CALIBRATION = tag("plan calibrate", of_step=False)
 NUM_CHAINED = 50

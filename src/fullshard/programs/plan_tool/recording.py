@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 
 from fullshard import torch_border
-from fullshard.comm.spans import ALLOCATOR_EVERY_NS, HostClock, Mark, Named, TraceRecorder
 from fullshard.errors import ConfigurationError
 from fullshard.programs.plan_tool.op_costs import kernel_of
 from fullshard.programs.plan_tool.operations import dtype_name
@@ -40,6 +39,7 @@ from fullshard.programs.plan_tool.program import (
     Wait,
 )
 from fullshard.storage.buffers import Buffer
+from fullshard.transport.spans import ALLOCATOR_EVERY_NS, HostClock, Mark, Named, TraceRecorder
 from fullshard.virtual import observer
 from fullshard.virtual.device import META, VirtualDevice, VirtualEvent
 from fullshard.virtual.observer import Call, CollectiveCall

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.comm.spans import TraceRecorder
 from fullshard.engine.padding import padding_text
-from fullshard.plan.mesh import world_size
+from fullshard.mesh.axes import world_size
 from fullshard.programs.plan_tool.program import Phase, Program
 from fullshard.programs.plan_tool.recording import HookRecorder, RecordedClock, Recorder, Times
 from fullshard.programs.plan_tool.training_step import TrainingStep
@@ -27,6 +26,7 @@ from fullshard.programs.train.model_source import ModelSource
 from fullshard.tracing.group_facts import states_in
 from fullshard.tracing.schema import Trace
 from fullshard.tracing.trace import attach, contexts_of, export
+from fullshard.transport.spans import TraceRecorder
 from fullshard.virtual.device import META
 from fullshard.virtual.without_values import without_values
 

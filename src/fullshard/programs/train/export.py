@@ -13,14 +13,14 @@ from dataclasses import astuple
 from pathlib import Path
 
 from fullshard.checkpoint import latest
-from fullshard.checkpoint.formats import open_found, with_base
-from fullshard.checkpoint.found_checkpoint import FoundCheckpoint, read_together
-from fullshard.checkpoint.huggingface import write_huggingface
+from fullshard.checkpoint.folders.found_checkpoint import FoundCheckpoint, read_together
+from fullshard.checkpoint.folders.replacement import NEW, replacing
 from fullshard.checkpoint.manifest import FileRecord
 from fullshard.checkpoint.rank_group import RankGroup
-from fullshard.checkpoint.renamed_source import averages_as_model
-from fullshard.checkpoint.replacement import NEW, replacing
 from fullshard.checkpoint.source import Source
+from fullshard.checkpoint.sources.formats import open_found, with_base
+from fullshard.checkpoint.sources.huggingface import write_huggingface
+from fullshard.checkpoint.sources.renamed_source import averages_as_model
 from fullshard.checkpoint.tensor_files import TensorFile, record_in
 from fullshard.errors import CheckpointError
 from fullshard.programs.train.exported_model import (

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.optim import EMA, AdamW8bit, Muon, ShardedOptimizer
-from fullshard.optim.muon import hidden_matrices
+from fullshard.optim.matrices.muon import hidden_matrices
 from fullshard.programs.train.config import OptimizerSection, ScheduleSection
 from fullshard.programs.train.sharded_model import ShardedModel
 

@@ -47,8 +47,8 @@ from fullshard import (
     torch_border,
 )
 from fullshard.errors import ConfigurationError
-from fullshard.plan.mesh import cap_timeout, default_group
-from fullshard.plan.names import clean_name
+from fullshard.layout.names import clean_name
+from fullshard.mesh.axes import cap_timeout, default_group
 from fullshard.programs.train.config import (
     ComputeSection,
     ModelSection,

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from torch import nn
 
-from fullshard.checkpoint.formats import open_source, with_base
 from fullshard.checkpoint.load_plan import load_source
 from fullshard.checkpoint.rank_group import RankGroup
-from fullshard.checkpoint.renamed_source import renamed
 from fullshard.checkpoint.source import MODEL, Source
+from fullshard.checkpoint.sources.formats import open_source, with_base
+from fullshard.checkpoint.sources.renamed_source import renamed
 from fullshard.errors import CheckpointError, ConfigurationError, fault_paragraphs
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.export import newest_checkpoint

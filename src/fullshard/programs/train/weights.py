@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint.load_plan import load_source
 from fullshard.checkpoint.source import MODEL, TensorInfo
-from fullshard.plan.blocks import Block, whole
+from fullshard.layout.blocks import Block, whole
 
 Draw = Callable[[str], Mapping[str, Tensor]]
 """Returns, for the name of a tensor, that tensor and those that are drawn with it, by name: full and on the CPU."""

@@ -1,0 +1,586 @@
+"""The input of a group's reduce-scatter: how gradients lie in it, and how its output is divided.
+
+    segment after segment   | weight: rank 0, rank 1, .. | bias: rank 0, rank 1, .. |     one message per segment
+    rank after rank         | rank 0: weight, bias | rank 1: weight, bias | ..            one message
+
+Gradients are copied here, to be cast, so both cost the same copy; only those of linear layers may be written here by
+backward itself (`engine.fused_linear`), segment after segment, where each is one piece. Segment after segment,
+the copy of all is one kernel on an accelerator, whose backends take many messages in one call. Rank
+after rank is for backends that carry each message by itself, and for exchanges (`reduce_scatter`,
+[Note: narrow on the wire]), which no backend coalesces.
+
+This file is arithmetic and views. It calls no collective and knows no stream; `gradient_reducer` fills
+a buffer once per reduction, on the compute stream, or lets `reduce_scatter` do it on its own.
+
+[Note: one sum for all copies]
+Every rank holds a copy of a 0-d parameter, and needs the same gradient to the last bit. A reduce-scatter of copies
+does not give that: each rank gets a sum made in another order. So ranks send what they have side by side, each at an
+offset of its own and zero at all others, to every rank:
+
+    rank 0 sends   | g0  0  0 |       all get | g0 g1 g2 |, in whatever order zeros are added
+    rank 1 sends   |  0 g1  0 |
+    rank 2 sends   |  0  0 g2 |
+
+and each rank sums these by itself, in the same order. Replicas have offsets of their own, too. The contributions lie
+behind all reduced shards, and their sum lies where the reduced shard would be. They travel in the message that is sent
+anyway, and are the square of the number of ranks: 4 MiB for each 0-d parameter on 1,024 ranks, 64 MiB on 4,096. There,
+give the parameter the shape (1,).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fullshard import torch_border
+from fullshard.layout.segments import (
+    ROW_ALIGNMENT,
+    Division,
+    Layout,
+    Slot,
+    block_offsets,
+    contiguous_strides,
+    shard_offsets,
+)
+from fullshard.storage.buffers import Buffer, rank_chunks, staged_chunks
+
+
+class OutputView(NamedTuple):
+    """A view of a bucket's reduce output, in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+
+class ReduceBucket:
+    """Segments that are reduced together: in the same dtypes of the messages, of the sum and of the result.
+
+    Made once for each set of parameters that have gradients, and kept with its buffer. What a step reads are
+    plain attributes.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: tuple[torch.dtype, torch.dtype],
+        exchanged: bool,
+        numel: int,
+        messages: Sequence[Tensor],
+        ranges: Sequence[tuple[int, int]],
+        joined: bool,
+        params: Sequence[int],
+        gradients: Sequence[OutputView],
+        unfilled: Sequence[Tensor],
+        contributions: Mapping[int, tuple[int, int]],
+    ) -> None:
+        """Plan a bucket.
+
+        Args:
+            kind: Dtypes of the sum and of the result.
+            exchanged: Whether messages are in a narrower dtype than the sum, which each receiver makes itself.
+            numel: Elements of the reduce output.
+            messages: Views of the buffer, flat. If they do not lie so, (world, elements for a rank) each.
+            ranges: Per segment, start and length of what its message brings to the reduce output.
+            joined: Whether all segments travel in one message.
+            params: Parameters that get a gradient; of a segment that gets one gradient, its first.
+            gradients: Parallel to ``params``, where each gradient lies in the reduce output.
+            unfilled: Parts of the messages that belong to parameters without a gradient.
+            contributions: Of 0-d parameters, start and number of all ranks' contributions in the reduce output.
+        """
+        self.reduce_dtype, self.gradient_dtype = kind
+        self.exchanged, self.numel = exchanged, numel
+        lie_flat = messages[0].ndim == 1
+        self.inputs: tuple[Tensor, ...] = tuple(messages) if lie_flat else ()
+        """What the collective reads, rank after rank; empty if it must be copied first (`join_messages`)."""
+        self.shaped_inputs: tuple[Tensor, ...] = ()
+        """The same in the shapes of parameters, each reduced into one of `gradients`; set by `ReduceBuffer`, if at all."""
+        self._messages = tuple(messages)
+        self.ranges = tuple(ranges)
+        self.output_ranges = ((0, numel),) if joined else self.ranges
+        """Start and length of what each of the inputs brings to the reduce output."""
+        self._cuts = _cuts(self.output_ranges, numel)
+        self._is_whole = self.output_ranges == ((0, numel),)
+        self.params = tuple(params)
+        self.gradients = tuple(gradients)
+        self.unfilled = tuple(unfilled)
+        """Ranges that must be zeroed, since a message is sent as a whole."""
+        self._sums = [
+            (view.start, *contributions[param])
+            for param, view in zip(params, gradients, strict=True)
+            if param in contributions
+        ]
+        """For 0-d parameters: where the gradient goes, and start and number of the contributions to it."""
+        self.has_copies = bool(self._sums)
+        """Whether `sum_copies` has anything to do."""
+        self.unsummed = tuple(
+            OutputView((contributions[param][1],), (1,), contributions[param][0])
+            if param in contributions
+            else view
+            for param, view in zip(params, gradients, strict=True)
+        )
+        """The gradients before `sum_copies`: of 0-d parameters, all contributions."""
+
+    def outputs_in(self, reduced: Tensor) -> list[Tensor]:
+        """Return the parts of the reduce output that the inputs are reduced into."""
+        if self._is_whole:
+            return [reduced]
+        # One call: a view for each would take the host twice as long.
+        parts = torch.unsafe_split_with_sizes(reduced, self._cuts.lengths)
+        return [parts[place] for place in self._cuts.places]
+
+    def join_messages(self) -> Tensor:
+        """Copy messages that do not lie flat into one input, rank after rank, with zeros in the gaps."""
+        rows = self._messages[0].new_zeros(len(self._messages[0]), self.numel)
+        torch._foreach_copy_([rows.narrow(1, *each) for each in self.ranges], self._messages)
+        return rows.view(-1)
+
+    def zero_gaps(self, reduced: Tensor) -> None:
+        """Zero what lies between the reduced gradients, where nobody's elements are; after `sum_copies`."""
+        sums = {start: summed for summed, start, _ in self._sums}
+        filled = sorted((sums[s], 1) if s in sums else (s, numel) for s, numel in self.ranges)
+        ends = [0, *(start + numel for start, numel in filled)]
+        starts = [*(start for start, _ in filled), self.numel]
+        for end, start in zip(ends, starts, strict=True):
+            reduced[end:start].zero_()
+
+    def sum_copies(self, reduced: Tensor) -> None:
+        """Sum the contributions to 0-d parameters, when all are there: [Note: one sum for all copies].
+
+        On the reduction's stream, which alone uses what is allocated here.
+        """
+        _, first, number = self._sums[0]  # they lie one after the other
+        contributions = reduced.narrow(0, first, len(self._sums) * number).view(-1, number)
+        # In double precision, the order hardly matters even where a kernel chooses it by the address.
+        sums = contributions.sum(1, dtype=torch.promote_types(self.reduce_dtype, torch.float64))
+        targets = [reduced.narrow(0, summed, 1) for summed, _, _ in self._sums]
+        torch._foreach_copy_(targets, list(sums.view(-1, 1).unbind()))
+
+
+def lies_in_one_piece(slot: Slot, *, rank_major: bool) -> bool:
+    """Return whether a reduce buffer holds a parameter's gradient as one contiguous tensor of its shape."""
+    if tuple(slot.strides) != contiguous_strides(slot.shape):
+        return False
+    # A flat segment lies rank after rank in any case, and its parameters one after the other.
+    return slot.division is Division.FLAT or (slot.division is Division.ROWS and not rank_major)
+
+
+class _Cuts(NamedTuple):
+    """How a reduce output is cut into parts, in elements."""
+
+    lengths: list[int]
+    """Lengths of the ranges before, in and between the parts, in the order of memory."""
+    places: list[int]
+    """For each part, the index of its own length among these."""
+
+
+def _cuts(ranges: Sequence[tuple[int, int]], numel: int) -> _Cuts:
+    """Return how to cut ``numel`` elements into parts with these starts and lengths, which do not overlap."""
+    in_memory = sorted(range(len(ranges)), key=ranges.__getitem__)
+    ends = [(start, start + length) for start, length in sorted(ranges)]
+    borders = [0, *itertools.chain.from_iterable(ends), numel]
+    lengths = [end - start for start, end in itertools.pairwise(borders)]
+    return _Cuts(lengths, [2 * in_memory.index(each) + 1 for each in range(len(ranges))])
+
+
+class _Row(NamedTuple):
+    """How the shards that one rank gets of some segments lie, in elements."""
+
+    starts: dict[int, int]
+    """Per segment, where its reduced shard is in the end."""
+    arrivals: dict[int, int]
+    """Per segment, where its message goes: the same, but for contributions to 0-d parameters."""
+    numel: int
+
+
+class ReduceBuffer(Buffer):
+    """The unsharded gradients of a group's trainable parameters, in the dtype in which they travel.
+
+    Lives until dtypes or trainable parameters change. Its memory lives from `fill`, or from the first gradient that
+    backward writes, until the reduce-scatter has read it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        params: Sequence[int],
+        reduce_dtypes: Sequence[torch.dtype],
+        gradient_dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        *,
+        by_segment: bool,
+        rank_major: bool = False,
+        wire_dtype: torch.dtype | None = None,
+        replica: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Allocate on the current stream (the compute stream) and make every view a step needs.
+
+        Args:
+            layout: The group's layout.
+            rank: This rank's number along the shard axis.
+            params: Indices of the parameters that can have gradients.
+            reduce_dtypes: Reduce dtype of each of the group's parameters.
+            gradient_dtypes: Dtype of each parameter's reduced gradient.
+            device: Where gradients are.
+            by_segment: Whether a segment gets one gradient, not one for each of its parameters.
+            rank_major: Whether gradients lie rank after rank. Flat segments cannot, except one by itself, which
+                does anyway.
+            wire_dtype: Dtype of gradients in this buffer, to be exchanged and summed in their reduce dtypes; None
+                for the reduce dtypes themselves.
+            replica: This rank's number among replicas, and how many there are.
+        """
+        self._contributors = replica[1] * layout.world
+        """How many ranks have gradients of the same parameter."""
+        self._contributor = replica[0] * layout.world + rank
+        """This rank's number among them."""
+        self.layout, self._rank = layout, rank
+        self._by_segment, self._wire_dtype = by_segment, wire_dtype
+        self._always_whole = any(slot.division is Division.FLAT for slot in layout.slots)
+        """Whether all segments always travel. Ranks may use different parameters of a flat group, and must call the
+        same collectives."""
+        self.rank_major = rank_major and not self._always_whole
+        self._kinds: dict[int, tuple[torch.dtype, torch.dtype]] = {}
+        """Per segment, dtypes of the reduction and of the result."""
+        for param in sorted(params):
+            self._kinds[layout.slots[param].segment] = reduce_dtypes[param], gradient_dtypes[param]
+        self._strides: dict[int, int] = {}
+        """Per segment, elements from one rank's shard to the next rank's."""
+        self._starts: dict[int, int] = {}
+        """Per segment, bytes before its message."""
+        self._row_starts: dict[tuple[torch.dtype, torch.dtype], int] = {}
+        """Per kind of segments, bytes before all, if they lie rank after rank."""
+        super().__init__(self._arrange(), device)
+        self._buckets: dict[frozenset[int], tuple[ReduceBucket, ...]] = {}
+        """By the parameters that have gradients: few sets, as backward uses the same ones in most steps."""
+        self.targets = {param: self._target(param) for param in params}
+        """Per parameter, the views that its gradient is copied to."""
+        self._splits = {param: self._split(param) for param in params}
+        """Per parameter, a function that splits its gradient to match its targets; None if there is nothing to split."""
+        self._one_for_each: dict[tuple[int, ...], list[Tensor]] = {}  # see `_targets_of`
+        self._below_autograd = torch_border.below_autograd()  # made once: that takes longest
+        self._pads = [pad for segment in self._kinds for pad in self._padding(segment)]
+
+    def _arrange(self) -> int:
+        """Give every segment its offset, and return the bytes of all."""
+        layout = self.layout
+        numels = {index: self._message_numel(index) for index in self._kinds}
+        if not self.rank_major:
+            wholes = [numel * layout.world for numel in numels.values()]
+            placement = block_offsets(wholes, [self._dtype(index) for index in numels])
+            self._strides = numels
+            self._starts = dict(zip(numels, placement.starts, strict=True))
+            return placement.nbytes
+        end = 0
+        for kind in dict.fromkeys(self._kinds.values()):
+            members = self._of_kind(kind)
+            row, itemsize = self._row(members), self._dtype(members[0]).itemsize
+            self._row_starts[kind] = end
+            for index in members:
+                self._starts[index] = end + row.arrivals[index] * itemsize
+                self._strides[index] = row.numel
+            end += row.numel * itemsize * layout.world
+        return end
+
+    def _row(self, segments: Sequence[int]) -> _Row:
+        """Return how one rank's shards of segments of a kind lie."""
+        itemsize = self._dtype(segments[0]).itemsize
+        placed = shard_offsets(self.layout, segments, [self._dtype(index) for index in segments])
+        starts = {i: start // itemsize for i, start in zip(segments, placed.starts, strict=True)}
+        arrivals, end = dict(starts), placed.nbytes // itemsize
+        for index in filter(self._is_copied, segments):
+            arrivals[index] = end
+            end += self._contributors
+        return _Row(starts, arrivals, -(-end // ROW_ALIGNMENT) * ROW_ALIGNMENT)
+
+    def _is_copied(self, segment: int) -> bool:
+        """Return whether several ranks hold copies of a segment's one element: [Note: one sum for all copies]."""
+        slot = self.layout.slots[self.layout.segments[segment].params[0]]
+        return slot.division is Division.REPLICATED and self.layout.world > 1
+
+    def _message_numel(self, segment: int) -> int:
+        """Return how many elements of a segment go to each rank."""
+        if self._is_copied(segment):
+            return self._contributors
+        return self.layout.segments[segment].piece_numel
+
+    def _dtype(self, segment: int) -> torch.dtype:
+        """Return the dtype of a segment's gradients in this buffer."""
+        return self._wire_dtype or self._kinds[segment][0]
+
+    def _of_kind(self, kind: tuple[torch.dtype, torch.dtype]) -> list[int]:
+        """Return the segments of a kind, in the order in which a rank's shards of them lie in memory."""
+        segments = [index for index, other in self._kinds.items() if other == kind]
+        return [segments[number] for number in self.layout.memory_order(segments)]
+
+    def _view(
+        self, segment: int, start: int, shape: Sequence[int], strides: Sequence[int]
+    ) -> Tensor:
+        """Return a view of a segment, ``start`` elements after its beginning."""
+        dtype = self._dtype(segment)
+        return self.view(dtype, self._starts[segment] + start * dtype.itemsize, shape, strides)
+
+    def _filled(self, param: int) -> tuple[int, int]:
+        """Return how many ranks' shards a parameter fills, and how many elements of the next; not for flat segments."""
+        layout = self.layout
+        slot = layout.slots[param]
+        if slot.division is Division.REPLICATED:
+            return layout.world, 0
+        piece = layout.segments[slot.segment].piece_numel
+        return divmod(slot.numel, piece) if piece else (layout.world, 0)
+
+    def _target(self, param: int) -> list[Tensor]:
+        slot = self.layout.slots[param]
+        segment, step = slot.segment, self._strides[slot.segment]
+        if slot.division is Division.CHUNKS:
+            return staged_chunks(
+                self.layout, param, self, self._starts[segment], self._dtype(segment), step
+            )
+        if slot.division is Division.REPLICATED:
+            own = self._contributor if self._is_copied(segment) else 0
+            return [self._view(segment, own, (self.layout.world,), (step,))]
+        if not self.rank_major:
+            return [self._view(segment, slot.start, slot.shape, slot.strides)]
+        piece = self.layout.segments[segment].piece_numel
+        ranks, rest = self._filled(param)
+        views = [self._view(segment, 0, (ranks, piece), (step, 1))] if ranks else []
+        return views + ([self._view(segment, ranks * step, (rest,), (1,))] if rest else [])
+
+    def slot(self, param: int) -> Tensor:
+        """Return where a parameter's gradient lies, in its shape; for parameters that `lies_in_one_piece`."""
+        (target,) = self.targets[param]
+        return target
+
+    def _split(self, param: int) -> Callable[[Tensor], list[Tensor]] | None:
+        division, layout = self.layout.slots[param].division, self.layout
+        if division is Division.CHUNKS:
+            return functools.partial(rank_chunks, layout, param)
+        if division is Division.REPLICATED:
+            return lambda gradient: [gradient.expand(layout.world)]
+        if not self.rank_major:
+            return None
+        shapes = [tuple(target.shape) for target in self.targets[param]]
+        starts = itertools.accumulate((math.prod(shape) for shape in shapes), initial=0)
+        views = [
+            (shape, contiguous_strides(shape), start)
+            for shape, start in zip(shapes, starts, strict=False)
+        ]
+
+        def split(gradient: Tensor) -> list[Tensor]:
+            flat = gradient if gradient.is_contiguous() else gradient.contiguous()
+            begin = flat.storage_offset()
+            if not begin:
+                return [*itertools.starmap(flat.as_strided, views)]
+            return [
+                flat.as_strided(shape, strides, begin + start) for shape, strides, start in views
+            ]
+
+        return split
+
+    # --- each reduction ---------------------------------------------------------------------------
+
+    def fill(
+        self,
+        gradients: Mapping[int, Tensor],
+        zeros: Collection[int] = (),
+        *,
+        written: Set[int] = frozenset(),
+    ) -> tuple[ReduceBucket, ...]:
+        """Take memory, copy gradients of parameters into it, and return the buckets to reduce.
+
+        Parameters ``zeros`` have no gradient and take part as zeros. If backward has ``written`` gradients into their
+        slots, memory has been taken before, and what else these parameters have is added. On the compute stream,
+        which has computed the gradients.
+        """
+        buckets = self.take_memory(gradients, zeros, written=written)
+        self.copy_in(gradients, zeros, buckets, written=written)
+        return buckets
+
+    def take_memory(
+        self, gradients: Mapping[int, Tensor], zeros: Collection[int], *, written: Set[int]
+    ) -> tuple[ReduceBucket, ...]:
+        """Take memory, unless that has been done, and return the buckets to reduce; `copy_in` comes next."""
+        if not written:
+            self.allocate()
+        used = frozenset((*gradients, *zeros, *written))
+        return self._buckets.get(used) or self.buckets(used)
+
+    def copy_in(
+        self,
+        gradients: Mapping[int, Tensor],
+        zeros: Collection[int],
+        buckets: Sequence[ReduceBucket],
+        *,
+        written: Set[int],
+    ) -> None:
+        """Copy gradients into memory that was taken, on the current stream: one fused cast-copy for all of them."""
+        if again := written and written & gradients.keys():
+            for param in again:
+                self.slot(param).add_(gradients[param])
+            gradients = {i: gradient for i, gradient in gradients.items() if i not in again}
+        if gradients:
+            key = tuple(gradients)
+            targets = self._one_for_each.get(key)
+            if targets is None:
+                targets = self._one_for_each[key] = self._targets_of(key)
+            with self._below_autograd:
+                if targets:
+                    torch._foreach_copy_(targets, [*gradients.values()])
+                else:
+                    self._copy_split(gradients)
+        unfilled: list[Tensor] = []
+        for param in zeros:
+            unfilled += self.targets[param]
+        for bucket in buckets:
+            unfilled += bucket.unfilled
+        if unfilled:
+            torch._foreach_zero_(unfilled)
+
+    def _targets_of(self, params: Sequence[int]) -> list[Tensor]:
+        """Return where gradients of parameters go, one target for each; empty if one has to be split."""
+        if any(self._splits[param] is not None for param in params):
+            return []
+        return [self.slot(param) for param in params]
+
+    def _copy_split(self, gradients: Mapping[int, Tensor]) -> None:
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for param, gradient in gradients.items():
+            targets += self.targets[param]
+            split = self._splits[param]
+            sources += [gradient] if split is None else split(gradient)
+        torch._foreach_copy_(targets, sources)
+
+    def allocate(self) -> None:
+        """Take memory on the current stream (the compute stream) and zero the padding.
+
+        Each time, since the memory may be other memory than before and hold anything. Padding is reduced with the
+        gradients, and users' hooks see it.
+        """
+        super().allocate()
+        if self._pads:
+            torch._foreach_zero_(self._pads)
+
+    def buckets(self, used: frozenset[int]) -> tuple[ReduceBucket, ...]:
+        """Return the buckets with the segments of parameters ``used``; planned once for each such set."""
+        if used not in self._buckets:
+            segments = {self.layout.slots[param].segment for param in used}
+            if self._always_whole:
+                segments = set(self._kinds)
+            kinds = dict.fromkeys(kind for i, kind in self._kinds.items() if i in segments)
+            self._buckets[used] = tuple(self._bucket(kind, segments, used) for kind in kinds)
+        return self._buckets[used]
+
+    def _bucket(
+        self, kind: tuple[torch.dtype, torch.dtype], segments: set[int], used: frozenset[int]
+    ) -> ReduceBucket:
+        layout, members = self.layout, self._of_kind(kind)
+        chosen = [index for index in members if index in segments]
+        row = self._row(chosen)
+        params: list[int] = []
+        gradients: list[OutputView] = []
+        unfilled: list[Tensor] = []
+        for index in chosen:
+            segment, start = layout.segments[index], row.starts[index]
+            if self._by_segment:
+                params.append(segment.params[0])
+                gradients.append(OutputView((segment.piece_numel,), (1,), start))
+            for param in segment.params:
+                if param not in self.targets:
+                    continue  # frozen: its elements are padding
+                if param not in used:
+                    unfilled += self.targets[param]
+                # All that travelled get a gradient: of a parameter that this rank did not use, others may
+                # have, and then all ranks have shards of its gradient.
+                if not self._by_segment:
+                    held = layout.piece(param, self._rank)
+                    params.append(param)
+                    strides = contiguous_strides(held.shape)
+                    gradients.append(OutputView(held.shape, strides, start + held.offset))
+        messages = [self._message(index) for index in chosen]
+        if self.rank_major and chosen == members:
+            # All segments of a kind lie in the buffer as they do in a message: nothing is copied once more.
+            numel, begin = row.numel * layout.world, self._row_starts[kind]
+            messages = [self.view(self._dtype(chosen[0]), begin, (numel,), (1,))]
+        elif self.rank_major:
+            messages = [tensor.view(layout.world, -1) for tensor in messages]
+        ranges = {index: (row.arrivals[index], self._message_numel(index)) for index in chosen}
+        bucket = ReduceBucket(
+            kind=kind,
+            exchanged=self._wire_dtype is not None,
+            numel=row.numel,
+            messages=messages,
+            ranges=list(ranges.values()),
+            joined=self.rank_major,
+            params=params,
+            gradients=gradients,
+            unfilled=unfilled,
+            contributions={
+                layout.segments[index].params[0]: ranges[index]
+                for index in filter(self._is_copied, chosen)
+            },
+        )
+        bucket.shaped_inputs = tuple(self._shaped(chosen))
+        return bucket
+
+    def _shaped(self, segments: Sequence[int]) -> list[Tensor]:
+        """Return the messages of segments in the shapes of their parameters, if all consist of one gradient each."""
+        layout, shaped = self.layout, list[Tensor]()
+        if self._by_segment or self._wire_dtype is not None:
+            return []
+        for index in segments:
+            params = layout.segments[index].params
+            slot = layout.slots[params[0]]
+            whole = slot.numel == self._message_numel(index) * layout.world
+            one_piece = lies_in_one_piece(slot, rank_major=self.rank_major)
+            in_rows = slot.division is Division.ROWS  # a rank's gradient has the parameter's shape
+            if len(params) > 1 or not whole or not one_piece or not in_rows:
+                return []
+            shaped.append(self.slot(params[0]))
+        return shaped
+
+    def _message(self, segment: int) -> Tensor:
+        """Return a segment with its padding: flat, or if it does not lie so, (world, elements for a rank)."""
+        piece, step = self._message_numel(segment), self._strides[segment]
+        if piece == step:
+            return self._view(segment, 0, (piece * self.layout.world,), (1,))
+        return self._view(segment, 0, (self.layout.world, piece), (step, 1))
+
+    def _padding(self, segment: int) -> list[Tensor]:
+        """Return views of the elements of a segment that no gradient ever fills.
+
+        Memory between segments, for alignment, belongs to no parameter and may hold anything.
+        """
+        if self._is_copied(segment):  # what the other ranks contribute
+            return [self._message(segment)]
+        if self.rank_major:
+            return self._padding_of_ranks(segment)
+        flat = self._message(segment)
+        filled = [
+            (int(target.storage_offset() - flat.storage_offset()), target.numel())
+            for param in self.layout.segments[segment].params
+            for target in self.targets.get(param, ())
+        ]
+        pads: list[Tensor] = []
+        end = 0
+        for start, numel in sorted(filled):
+            pads.append(flat[end:start])
+            end = start + numel
+        pads.append(flat[end:])
+        return [pad for pad in pads if pad.numel()]
+
+    def _padding_of_ranks(self, segment: int) -> list[Tensor]:
+        layout, step = self.layout, self._strides[segment]
+        piece = layout.segments[segment].piece_numel
+        ranks, rest = self._filled(layout.segments[segment].params[0])
+        if ranks == layout.world:
+            return []
+        partly = self._view(segment, ranks * step + rest, (piece - rest,), (1,))
+        empty = layout.world - ranks - 1
+        return [partly, self._view(segment, (ranks + 1) * step, (empty, piece), (step, 1))]
