@@ -30,7 +30,7 @@ from fullshard.checks.stream_check import StreamCheck
 from fullshard.engine.state import state_of
 from fullshard.mesh import FSDPMeshInfo, ShardPlacementResult
 from fullshard.optim import EMA, AdamW8bit, Muon, ShardedOptimizer
-from fullshard.transport import collectives
+from fullshard.transport import comm_objects
 from fullshard.transport.streams import comm_contexts
 
 __all__ = ["SETTINGS", "Setting", "checked"]
@@ -442,15 +442,15 @@ class Kept:
         self.free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
 
-class KeptAllGather(Kept, collectives.DefaultAllGather):
+class KeptAllGather(Kept, comm_objects.DefaultAllGather):
     """An all-gather in such memory."""
 
 
-class KeptReduceScatter(Kept, collectives.DefaultReduceScatter):
+class KeptReduceScatter(Kept, comm_objects.DefaultReduceScatter):
     """A reduce-scatter in such memory."""
 
 
-class OwnAllGather(collectives.AllGather):
+class OwnAllGather(comm_objects.AllGather):
     """A user's all-gather: asynchronous, on its communicator's stream."""
 
     def __call__(
@@ -512,8 +512,8 @@ def symmetric(check: StreamCheck) -> None:
     """Stage in memory of a pool that all ranks know."""
     with registered_memory():
         group = mesh().get_group()
-        gather = collectives.SymmetricAllGather(group, META)
-        with_comms(gather, collectives.SymmetricReduceScatter(group, META))
+        gather = comm_objects.SymmetricAllGather(group, META)
+        with_comms(gather, comm_objects.SymmetricReduceScatter(group, META))
 
 
 @setting("memory of the process group")
@@ -521,8 +521,8 @@ def group_memory(check: StreamCheck) -> None:
     """Stage in memory of the backend's allocator."""
     with registered_memory():
         group = mesh().get_group()
-        gather = collectives.ProcessGroupAllGather(group, META)
-        with_comms(gather, collectives.ProcessGroupReduceScatter(group, META))
+        gather = comm_objects.ProcessGroupAllGather(group, META)
+        with_comms(gather, comm_objects.ProcessGroupReduceScatter(group, META))
 
 
 # --- features -------------------------------------------------------------------------------------------

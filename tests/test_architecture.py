@@ -640,7 +640,12 @@ BREACHES: list[tuple[Callable[[Sequence[Source]], list[str]], str, str, str]] = 
         "import torch.distributed.fsdp.api",
         "fsdp.api",
     ),
-    (imports_of_torch_fsdp, "drop_in/program.py", "import torch.distributed.fsdp", "only drop_in/install"),
+    (
+        imports_of_torch_fsdp,
+        "drop_in/program.py",
+        "import torch.distributed.fsdp",
+        "only drop_in/install",
+    ),
     (
         imports_of_torch_fsdp,
         "programs/train/loop.py",

@@ -1,6 +1,6 @@
-"""Comm objects: the public names of `fullshard.transport.collectives`, which users subclass to bring collectives of their own."""
+"""Comm objects: the public names of `fullshard.transport.comm_objects`, which users subclass to bring collectives of their own."""
 
-from fullshard.transport.collectives import (
+from fullshard.transport.comm_objects import (
     AllGather,
     Comm,
     DefaultAllGather,

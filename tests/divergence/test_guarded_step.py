@@ -30,7 +30,7 @@ from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import named_states
 from fullshard.mesh.backends import backend_named
 from fullshard.storage.buffers import Buffer
-from fullshard.transport.collectives import _JoinedGather
+from fullshard.transport.works import JoinedGather
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 from tests.helpers.training import FULLSHARD, Run, ShardOptimizer, shard
 from tests.helpers.wrapping import library, wrap_blocks
@@ -72,7 +72,7 @@ class Trap:
         with pytest.MonkeyPatch.context() as patch:
             for owner, name in (
                 (Buffer, "allocate"),
-                (_JoinedGather, "__init__"),
+                (JoinedGather, "__init__"),
                 (ReduceScatterState, "_prepare"),
             ):
                 patch.setattr(owner, name, self._counted(getattr(owner, name)))

@@ -21,7 +21,7 @@ from fullshard.engine.sharded_state import ShardedState
 from fullshard.layout.segments import Layout, flat_layout, per_row_layout
 from fullshard.storage.buffers import FlatShard, ShardBuffer, UploadBuffer, shard_of
 from fullshard.torch_border import below_autograd
-from fullshard.transport.collectives import DefaultAllGather
+from fullshard.transport.comm_objects import DefaultAllGather
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.param_groups import make_group

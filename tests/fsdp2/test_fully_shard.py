@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fullshard import FSDPModule, LifecycleError, MixedPrecisionPolicy, UnshardHandle, fully_shard
 from fullshard.engine.state import state_of
 from fullshard.fsdp2.fsdp_module import disable_fsdp_module_new_init, get_cls_to_fsdp_cls
-from fullshard.transport.collectives import DefaultAllGather, DefaultReduceScatter, ReduceScatter
+from fullshard.transport.comm_objects import DefaultAllGather, DefaultReduceScatter, ReduceScatter
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import MixedPrecisionPolicy, fully_shard, torch_border
 from fullshard.mesh.axes import DataParallelAxes
-from fullshard.transport import collectives
+from fullshard.transport import collectives, comm_objects
 from tests.gpu.conftest import TO_ITSELF
 from tests.gpu.test_streams import WIDTH, Layer, equal, pause
 
@@ -76,7 +76,7 @@ def use_symmetric_memory() -> None:
     collectives.connect(dist.group.WORLD, device)
     torch_border.choose_symmetric_backend("NCCL")
     block = torch_border.symmetric_bytes(1 << 20, device, dist.group.WORLD)
-    collectives.DefaultAllGather()(block, block, dist.group.WORLD)
+    comm_objects.DefaultAllGather()(block, block, dist.group.WORLD)
     torch.cuda.synchronize()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.transport.collectives import DefaultAllGather
+from fullshard.transport.comm_objects import DefaultAllGather
 from tests.gpu.test_streams import WIDTH, equal, make_model, train
 from tests.helpers.fake import fake_world
 from tests.helpers.traces import Trace, end_of

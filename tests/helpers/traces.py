@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fullshard.transport.collectives import DefaultAllGather
+from fullshard.transport.comm_objects import DefaultAllGather
 
 Event = dict[str, Any]
 

@@ -7,6 +7,7 @@ busy it is.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,8 +19,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fullshard.divergence.journal import Tag
 from fullshard.tracing.trace import Recording
-from fullshard.transport import collectives, spans
+from fullshard.transport import spans
+from fullshard.transport.staged import Staged
+from fullshard.transport.transports import Coalesced, Exchanged, Transport
 
 US = 1_000
 SLOWNESS = 8
@@ -119,20 +123,17 @@ class _Work:
 
 
 def _on_the_wire(clock: VirtualClock, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of `collectives` that takes its time."""
+    """Return a method of a transport that takes its time."""
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        tag = next(each for each in args if isinstance(each, collectives.Tag))
-        group = next(each for each in args if isinstance(each, dist.ProcessGroup))
-        tensors = [each for each in tree_leaves(list(args[:3])) if isinstance(each, torch.Tensor)]
+    def timed(transport: Transport, *args: Any, **kwargs: Any) -> Any:
+        tag = next(each for each in args if isinstance(each, Tag))
+        tensors = [each for each in tree_leaves(list(args[:2])) if isinstance(each, torch.Tensor)]
         nbytes = sum(tensor.nbytes for tensor in tensors)
         # Outputs and inputs together are world + 1 shards, of which world - 1 are of others.
-        world = group.size()
-        share = (world - 1) / (2 * world if "all_to_all" in call.__name__ else world + 1)
+        world = transport.group.size()
+        share = (world - 1) / (2 * world if transport.sums_at_receiver else world + 1)
         over_ns = clock.send(kind, tag.text, round(nbytes * share))
-        result = call(*args, **kwargs)
-        if isinstance(result, list):
-            return [None if work is None else _Work(work, clock, over_ns) for work in result]
+        result = call(transport, *args, **kwargs)
         if result is None:
             clock.wait_until(over_ns)
             return None
@@ -141,22 +142,19 @@ def _on_the_wire(clock: VirtualClock, kind: str, call: Callable[..., Any]) -> Ca
     return timed
 
 
-WIRES = {
-    "all_gather": "gather",
-    "packed_all_gather": "gather",
-    "reduce_scatter": "reduce",
-    "packed_reduce_scatter": "reduce",
-    "all_to_all": "reduce",
-}
+WIRES = {"gather": "gather", "reduce": "reduce"}
 
 
 @contextmanager
 def virtual_time(speeds: Speeds) -> Iterator[VirtualClock]:
     """Let traces of the steps within the block be taken in a time that passes at these speeds."""
     clock = VirtualClock(speeds)
-    timed = {
-        name: _on_the_wire(clock, kind, getattr(collectives, name)) for name, kind in WIRES.items()
-    }
+    patches = [
+        patch.object(transport, name, _on_the_wire(clock, kind, getattr(transport, name)))
+        for transport in (Coalesced, Exchanged, Staged)
+        for name, kind in WIRES.items()
+        if name in vars(transport)
+    ]
     operations = _Operations(clock)
     enter, leave = Recording.__enter__, Recording.__exit__
 
@@ -170,8 +168,10 @@ def virtual_time(speeds: Speeds) -> Iterator[VirtualClock]:
 
     with (
         patch.object(spans, "host_ns", clock),
-        patch.multiple(collectives, **timed),
         # Operations are counted in recorded steps only: to count them is slow.
         patch.multiple(Recording, __enter__=begin, __exit__=end),
+        contextlib.ExitStack() as stack,
     ):
+        for each in patches:
+            stack.enter_context(each)
         yield clock

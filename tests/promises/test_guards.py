@@ -283,11 +283,11 @@ engine/fused_linear.py::FusedWeight.give
 engine/fused_linear.py::reasons
     decides which gradients | promises/test_guards::test_what_the_first_forward_decides_is_not_told_before | features/test_fused_gradients::test_a_summary_says_which_weights_and_why
 features/graphs/graphed_step.py::GraphedStep._say_eager
-    runs eagerly | features/graphs/test_graphed::test_on_the_cpu_a_graphed_step_is_the_step_and_ranks_do_what_the_most_careful_one_wants | features/graphs/test_graphed::test_traced_and_evaluated_steps_run_eagerly_between_replays
+    runs eagerly | features/graphs/test_graphed::test_on_the_cpu_a_graphed_step_is_the_step_and_ranks_do_what_the_most_careful_one_wants | gpu/test_graphed::test_traced_and_evaluated_steps_run_eagerly_between_replays
 features/graphs/graphed_step.py::GraphedStep._entry_of
-    is captured again | features/graphs/test_graphed::test_what_was_baked_in_and_has_changed_is_captured_again | features/graphs/test_graphed::test_inputs_are_of_one_kind_if_only_the_elements_of_their_tensors_differ
+    is captured again | gpu/test_graphed::test_what_was_baked_in_and_has_changed_is_captured_again | features/graphs/test_graphed::test_inputs_are_of_one_kind_if_only_the_elements_of_their_tensors_differ
 features/graphs/graphed_step.py::GraphedStep._capture
-    not given as optimizer | features/graphs/test_graphed::test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why_once | features/graphs/test_graphed::test_what_was_baked_in_and_has_changed_is_captured_again
+    not given as optimizer | gpu/test_graphed::test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why_once | gpu/test_graphed::test_what_was_baked_in_and_has_changed_is_captured_again
 features/group_units.py::GroupingOptions.check
     plan_groups takes the outermost | features/test_grouping::test_only_modules_with_a_forward_are_planned | features/test_grouping::test_the_root_may_be_a_sequential
     plan_groups needs parameters | features/test_grouping::test_without_parameters_there_is_nothing_to_plan | features/test_grouping::test_modules_that_are_sharded_already_are_left_alone
@@ -356,11 +356,11 @@ features/skipped_forward.py::skip_forward
     so the argument must | promises/test_skipped_forward::test_wrong_skips_are_refused_before_a_collective | promises/test_skipped_forward::test_what_is_skipped_returns_what_it_is_given
 engine/all_gather_extensions.py::agree_on_sizes
     same size on every rank | engine/test_self_gathered::test_ranks_that_send_different_sizes_are_refused_on_all_of_them | engine/test_self_gathered::test_uneven_shards_are_padded
-transport/collectives.py::SymmetricPool._new_block
+transport/comm_objects.py::SymmetricPool._new_block
     must be registered | transport/test_comm_memory::test_symmetric_memory_that_cannot_be_registered_says_so | transport/test_comm_memory::test_symmetric_memory_is_made_once_and_shared_by_all_groups
-transport/collectives.py::check_group_allocates
+transport/comm_objects.py::check_group_allocates
     whose backend allocates | transport/test_comm_memory::test_a_backend_without_such_memory_is_refused_on_all_ranks | transport/test_comm_memory::test_reductions_are_staged_in_memory_of_their_own_group
-transport/collectives.py::choose_symmetric_memory
+transport/comm_objects.py::choose_symmetric_memory
     a process group that communicates | transport/test_comm_memory::test_a_backend_without_such_memory_is_refused_on_all_ranks | transport/test_comm_memory::test_nothing_is_to_be_turned_off_by_default
     must be part of this torch | transport/test_comm_memory::test_a_torch_without_symmetric_memory_says_so | transport/test_comm_memory::test_nothing_is_to_be_turned_off_by_default
 transport/collectives.py::check_exchanges
@@ -539,7 +539,7 @@ features/group_units.py::GroupingOptions.check | keep_with_parent takes
 engine/guarded_step.py::guarded_step
 engine/options.py::StateOptions.set_reshard_after_forward
 engine/options.py::StateOptions.set_post_optim_event
-transport/collectives.py::_checked
+transport/staged.py::_checked
 checks/debug.py::debug
 layout/segments.py::per_row_layout
 layout/segments.py::flat_layout

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import MixedPrecisionPolicy, fully_shard, replicate
 from fullshard.engine.state import state_of
-from fullshard.transport import collectives
+from fullshard.transport import comm_objects
 from tests.helpers.compare import assert_close
 from tests.helpers.training import FULLSHARD, ShardOptimizer, gradients
 from tests.helpers.wrapping import CPU, library
@@ -63,7 +63,7 @@ def with_a_policy(**dtypes: Any) -> Any:
 
 def with_a_comm_object() -> Any:
     model = sharded()
-    model.set_custom_reduce_scatter(collectives.DefaultReduceScatter())
+    model.set_custom_reduce_scatter(comm_objects.DefaultReduceScatter())
     return model
 
 

@@ -19,7 +19,7 @@ from fullshard import (
     fully_shard,
     torch_border,
 )
-from fullshard.transport import collectives
+from fullshard.transport import comm_objects
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 from tests.helpers.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER, Traffic
 from tests.helpers.training import FULLSHARD, TORCH, Run, forward_and_backward, gradients, shard
@@ -132,7 +132,7 @@ def test_collectives_are_no_more_and_no_larger_than_torch_s_with_hsdp(world) -> 
     world(4).run(no_more_than_torch, Run(replicas=2, microbatches=2), True)
 
 
-class Uncalled(collectives.DefaultReduceScatter, collectives.DefaultAllGather):  # type: ignore[misc]
+class Uncalled(comm_objects.DefaultReduceScatter, comm_objects.DefaultAllGather):  # type: ignore[misc]
     """A comm object for axes with nobody to communicate with."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

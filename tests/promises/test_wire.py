@@ -30,7 +30,7 @@ from fullshard import (
 )
 from fullshard.mesh.axes import FSDPMeshInfo
 from fullshard.mesh.backends import backend_named
-from fullshard.transport import collectives
+from fullshard.transport import collectives, comm_objects
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.fake import fake_world
@@ -442,7 +442,7 @@ POLICY = MixedPrecisionPolicy(BF16, FP32, wire_dtype=BF16)
 OPTIONS = MixedPrecision(BF16, FP32, wire_dtype=BF16)
 
 
-class Reducer(collectives.DefaultReduceScatter):
+class Reducer(comm_objects.DefaultReduceScatter):
     pass
 
 

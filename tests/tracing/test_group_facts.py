@@ -26,7 +26,7 @@ from fullshard import (
 from fullshard.tracing.group_facts import facts_of_groups, group_facts
 from fullshard.tracing.planned_facts import planned_facts
 from fullshard.tracing.schema import GroupFacts
-from fullshard.transport.collectives import DefaultAllGather, DefaultReduceScatter
+from fullshard.transport.comm_objects import DefaultAllGather, DefaultReduceScatter
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Block, ModelOptions, make_decoder, tokens_for

@@ -19,9 +19,10 @@ from torch.distributed import ProcessGroup
 
 from fullshard import ConfigurationError, fully_shard, torch_border
 from fullshard.engine.state import state_of
+from fullshard.errors import CommunicationError
 from fullshard.mesh.backends import backend_named
-from fullshard.transport import collectives
-from fullshard.transport.collectives import DefaultAllGather, DefaultReduceScatter, SymmetricPool
+from fullshard.transport import collectives, comm_objects, staged, transports
+from fullshard.transport.comm_objects import DefaultAllGather, DefaultReduceScatter, SymmetricPool
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder
@@ -92,9 +93,10 @@ def stand_ins() -> Iterator[Memory]:
         patch.setattr(torch_border, "allocate_tensor", allocate)
         patch.setattr(torch_border, "choose_symmetric_backend", lambda name: None)
         patch.setattr(torch_border, "symmetric_bytes", symmetric)
-        patch.setattr(collectives, "backend_of", lambda group, device: backend_named("nccl"))
+        for module in (collectives, comm_objects, staged, transports):
+            patch.setattr(module, "backend_of", lambda group, device: backend_named("nccl"))
         patch.setattr(SymmetricPool, "give", give_and_overwrite)
-        patch.setattr(collectives, "_POOLS", weakref.WeakKeyDictionary())
+        patch.setattr(comm_objects, "_POOLS", weakref.WeakKeyDictionary())
         yield memory
 
 
@@ -171,7 +173,7 @@ def blocks_made(reductions: bool) -> tuple[int, int]:
             for step in range(steps):
                 model(mine(batch_of(step))).backward()
             counts.append(len(memory.tensors))
-        (pool,) = collectives._POOLS.values()
+        (pool,) = comm_objects._POOLS.values()
         assert not pool._lent
     return counts[0], counts[1] - counts[0]
 
@@ -210,12 +212,12 @@ def only_gathers_without_sums() -> None:
         model = shard(make_decoder(), FULLSHARD, Run())
         symmetric_memory(model)
         for group in groups_of(model):
-            assert isinstance(group.all_gathers.custom, collectives.SymmetricAllGather)
+            assert isinstance(group.all_gathers.custom, comm_objects.SymmetricAllGather)
             assert group.reducer.settings.custom is None
         before = groups_of(model)[0].all_gathers.custom
         symmetric_memory_for_reductions_too(model)  # a second call adds what is now possible
         for group in groups_of(model):
-            assert isinstance(group.reducer.settings.custom, collectives.SymmetricReduceScatter)
+            assert isinstance(group.reducer.settings.custom, comm_objects.SymmetricReduceScatter)
         assert groups_of(model)[0].all_gathers.custom is before
 
 
@@ -299,7 +301,7 @@ def test_nothing_is_to_be_turned_off_by_default() -> None:
 
 
 def test_a_torch_without_symmetric_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "backend_of", lambda group, device: backend_named("nccl"))
+    monkeypatch.setattr(comm_objects, "backend_of", lambda group, device: backend_named("nccl"))
 
     def choose(name: str) -> None:
         raise RuntimeError(f"no backend {name} here")
@@ -319,9 +321,7 @@ def test_symmetric_memory_that_cannot_be_registered_says_so() -> None:
         patch.setattr(torch_border, "symmetric_bytes", fail)
         layer: Any = fully_shard(nn.Linear(2, 2))
         layer.set_symm_mem_for_comm()
-        with pytest.raises(
-            collectives.CommunicationError, match=r"bytes on cpu could not be: no windows"
-        ):
+        with pytest.raises(CommunicationError, match=r"bytes on cpu could not be: no windows"):
             layer(torch.ones(1, 2))
 
 

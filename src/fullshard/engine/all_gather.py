@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from fullshard import torch_border
-from fullshard.divergence.journal import Carrier, Tag
+from fullshard.divergence.journal import Tag
 from fullshard.layout.segments import Layout, gathers_in_place
 from fullshard.storage.buffers import (
     FlatShard,
@@ -29,7 +29,10 @@ from fullshard.storage.buffers import (
     UploadBuffer,
 )
 from fullshard.transport import collectives
+from fullshard.transport.comm_objects import AllGather
 from fullshard.transport.spans import CollectiveSpan
+from fullshard.transport.staged import Staged
+from fullshard.transport.transports import Coalesced, Transport
 
 SMALL = 32 * 2**20
 """Bytes of full parameters that are little memory: see `GroupAllGather.is_small`."""
@@ -81,7 +84,7 @@ class GroupAllGather:
         process_group: ProcessGroup | None,
         dtypes: Sequence[torch.dtype],
         device: torch.device,
-        custom: collectives.AllGather | None,
+        custom: AllGather | None,
         *,
         into: GroupAllGather | None = None,
         indices: Indices | None = None,
@@ -125,8 +128,8 @@ class GroupAllGather:
         """Whether one more of its buffers is no matter for a step's memory."""
         self.received_bytes = self.buffer.received_bytes if process_group is not None else 0
         """Bytes that come from other ranks, but for what is gathered beside the buffer's own."""
-        self._carrier: Carrier | None = None
-        """What carries its collectives; None before the first."""
+        self._transport: Transport | None = None
+        """How its messages travel; None before the first."""
         self._staged: Tensor | None = None
         """Memory of the comm object, while something is in flight in it."""
         self._below_autograd = torch_border.below_autograd()
@@ -156,23 +159,25 @@ class GroupAllGather:
             if span is not None:
                 extra_bytes = extra.received_bytes if extra is not None else 0
                 span.begins(self.received_bytes + extra_bytes)
-            carrier = self._carrier or self._find_carrier(group)
-            work = collectives.all_gather(
-                outputs, inputs, group, tag, async_op=async_op, carrier=carrier
-            )
+            transport = self._transport or self._find_transport(group)
+            work = transport.gather(outputs, inputs, tag, async_op=async_op)
         if span is not None:
             span.called((work,))
         elif work is None:
             return _NOTHING_LEFT
         return AllGatherState(work, span)
 
-    def _find_carrier(self, group: ProcessGroup) -> Carrier:
-        self._carrier = collectives.carrier_of(group, self._device)
-        return self._carrier
+    def _find_transport(self, group: ProcessGroup) -> Transport:
+        self._transport = (
+            Coalesced(group, self._device)
+            if self._custom is None
+            else Staged(self._custom, group, self._device)
+        )
+        return self._transport
 
     def _start_custom(
         self,
-        custom: collectives.AllGather,
+        custom: AllGather,
         extra: Messages | None,
         tag: Tag,
         async_op: bool,
@@ -180,12 +185,11 @@ class GroupAllGather:
     ) -> AllGatherState:
         """Stage this rank's message in memory of the comm object, and gather with it."""
         assert self._group is not None, "a comm object is given if there is something to gather"
+        transport = self._transport or self._find_transport(self._group)
         # One message per call is all a comm object promises, so extra messages are calls of their own. They
         # are small, and the next one may be staged in the same memory, so each is waited for.
         for full, own in () if extra is None else zip(extra.outputs, extra.inputs, strict=True):
-            work = collectives.packed_all_gather(
-                custom, full, own, self._group, tag, async_op=async_op
-            )
+            work = transport.gather([full], [own], tag, async_op=async_op)
             if work is not None:
                 work.wait()
         numel = self.buffer.packed_nbytes // self._dtype.itemsize
@@ -198,9 +202,7 @@ class GroupAllGather:
         own = output.view(self._world, -1)[self._rank]
         if span is not None:
             span.begins(self.received_bytes)
-        work = collectives.packed_all_gather(
-            custom, output, own, self._group, tag, async_op=async_op
-        )
+        work = transport.gather([output], [own], tag, async_op=async_op)
         if span is not None:
             span.called((work,))
         return AllGatherState(work, span, rows)

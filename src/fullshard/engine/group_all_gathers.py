@@ -30,7 +30,7 @@ from fullshard.storage.buffers import Indices, UploadBuffer
 from fullshard.storage.param import FSDPParam, has_all_gather_extension
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.shard_storage import ShardStorage
-from fullshard.transport import collectives
+from fullshard.transport import comm_objects
 from fullshard.transport.streams import FSDPCommContext, is_capturing
 
 
@@ -62,7 +62,7 @@ class GroupAllGathers:
         self._params, self._shards = params, shards
         self._mesh_info, self._device = mesh_info, device
         self._context: FSDPCommContext | None = None
-        self.custom: collectives.AllGather | None = None
+        self.custom: comm_objects.AllGather | None = None
         """A comm object to gather with."""
         self.keeps_memory = False
         """Whether gathered memory stays when it is released, so that it has the same address at every gather."""

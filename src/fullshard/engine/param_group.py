@@ -36,7 +36,7 @@ from fullshard.storage.param import FSDPParam, ParamSwap, UnshardedWrites, Versi
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.shard_storage import ShardStorage
 from fullshard.storage.sharded_params import ShardedParam
-from fullshard.transport import collectives
+from fullshard.transport import comm_objects
 from fullshard.transport.spans import TraceRecorder
 from fullshard.transport.streams import FSDPCommContext
 
@@ -167,7 +167,7 @@ class FSDPParamGroup:
             self.all_gathers.release(self._all_gather)
         CHANGES.note()
 
-    def set_custom_all_gather(self, all_gather: collectives.AllGather | None) -> None:
+    def set_custom_all_gather(self, all_gather: comm_objects.AllGather | None) -> None:
         """Gather with a comm object from now on; None for the default."""
         if all_gather is not self.all_gathers.custom:
             self.reshard()

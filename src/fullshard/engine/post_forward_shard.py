@@ -23,7 +23,7 @@ from fullshard.layout.segments import Layout
 from fullshard.mesh.axes import block_group
 from fullshard.mesh.backends import backend_of
 from fullshard.storage.buffers import ShardBuffer, shard_of
-from fullshard.transport import collectives
+from fullshard.transport import comm_objects
 from fullshard.transport.streams import FSDPCommContext
 
 _MAKING_GROUPS = tag("making of process groups for shards after forward")
@@ -63,7 +63,7 @@ class PostForwardShard:
         self,
         full: GroupAllGather,
         dtypes: Sequence[torch.dtype],
-        custom: collectives.AllGather | None,
+        custom: comm_objects.AllGather | None,
         context: FSDPCommContext,
     ) -> None:
         """Copy this rank's shard of the full parameters, which are in memory; on the compute stream.
@@ -82,7 +82,7 @@ class PostForwardShard:
         self,
         full: GroupAllGather,
         dtypes: Sequence[torch.dtype],
-        custom: collectives.AllGather | None,
+        custom: comm_objects.AllGather | None,
         context: FSDPCommContext,
     ) -> ShardBuffer:
         layout = self._layout

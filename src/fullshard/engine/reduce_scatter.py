@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from fullshard import torch_border
-from fullshard.divergence.journal import Carrier, Tag, tag
+from fullshard.divergence.journal import Tag, tag
 from fullshard.engine.reduce_settings import UNDIVIDED, DivideRule, ReduceSettings, divide_rule
 from fullshard.engine.unreduced_gradients import UnreducedGradients
 from fullshard.mesh.axes import DataParallelAxes
@@ -49,8 +49,12 @@ from fullshard.storage.sharded_params import (
     reads_gradients,
 )
 from fullshard.transport import collectives
+from fullshard.transport.comm_objects import ReduceScatter
 from fullshard.transport.spans import CollectiveSpan
+from fullshard.transport.staged import Staged
 from fullshard.transport.streams import Event, FSDPCommContext
+from fullshard.transport.transports import Coalesced, Exchanged, Transport
+from fullshard.transport.works import as_real
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +103,24 @@ class ReducedGroup:
     """... of those that are replicated over the same ranks."""
     tags: dict[tuple[tuple[int, ...], bool], ReduceTags] = field(default_factory=dict)
     """By the parameters in a bucket, and whether they have gradients already."""
-    carriers: dict[ProcessGroup, Carrier] = field(default_factory=dict)
-    """Of the process groups over which it has been reduced: users may change it."""
+    transports: dict[object, Transport] = field(default_factory=dict)
+    """By process group, comm object, and whether gradients are exchanged: users may change them."""
     below_autograd: AbstractContextManager[Any] = field(default_factory=torch_border.below_autograd)
     """Made once, which takes longer than to enter it. Nobody enters it twice: only operators and collectives run within."""
 
-    def carrier_of(self, process_group: ProcessGroup) -> Carrier:
-        """Return what carries collectives of a process group."""
-        found = self.carriers.get(process_group)
+    def transport(self, settings: ReduceSettings, *, exchanged: bool) -> Transport:
+        """Return how messages travel over the process group of the settings."""
+        group, custom = settings.process_group, settings.custom
+        assert group is not None, "something is sharded"
+        key = group, custom, exchanged
+        found = self.transports.get(key)
         if found is None:
-            found = collectives.carrier_of(process_group, self.context.device)
-            self.carriers[process_group] = found
+            device = self.context.device
+            if custom is not None:
+                found = Staged(custom, group, device)
+            else:
+                found = (Exchanged if exchanged else Coalesced)(group, device)
+            self.transports[key] = found
         return found
 
     def tags_of(self, bucket: ReduceBucket) -> ReduceTags:
@@ -295,7 +306,7 @@ class ReduceScatterState:
         bucket: ReduceBucket,
         rule: DivideRule,
         inputs: Sequence[Tensor],
-        custom: collectives.ReduceScatter,
+        custom: ReduceScatter,
     ) -> _BucketState:
         """Stage the inputs rank after rank in memory of the comm object."""
         world, device, dtype = self._buffer.layout.world, self._context.device, bucket.reduce_dtype
@@ -392,24 +403,14 @@ class ReduceScatterState:
             sent = sum(tensor.nbytes for each in self._buckets for tensor in each.inputs)
             span.begins(sent - sent // self._buffer.layout.world)  # the rest stays here
         for each in self._buckets:
-            if each.bucket.exchanged:
-                self._works += self._exchange(each)
-            else:
-                self._works.append(self._scatter(each))
+            self._works.append(self._scatter(each))
         if span is not None:
             span.called(self._works)
-
-    def _exchange(self, each: _BucketState) -> list[Work | None]:
-        group = self._settings.process_group
-        assert group is not None, "what stays on its rank is not in a dtype for the wire"
-        async_op = not self._context.asynchronous
-        tag = self._group.tags_of(each.bucket).reduce
-        return collectives.all_to_all(each.outputs, each.inputs, group, tag, async_op=async_op)
 
     def _scatter(self, each: _BucketState) -> Work | None:
         async_op = not self._context.asynchronous
         outputs, inputs = each.outputs, each.inputs
-        group, custom = self._settings.process_group, self._custom
+        group = self._settings.process_group
         if each.rule.before != 1:
             torch._foreach_div_([*inputs], each.rule.before)
         # Averaging over shards and then over replicas is averaging over all; a shard group of one
@@ -424,20 +425,9 @@ class ReduceScatterState:
         if group is None:
             return None
         tag = self._group.tags_of(each.bucket).reduce
-        if custom is not None:
-            return collectives.packed_reduce_scatter(
-                custom, outputs[0], inputs[0], group, op, tag, async_op=async_op
-            )
+        transport = self._group.transport(self._settings, exchanged=each.bucket.exchanged)
         with self._group.below_autograd:
-            return collectives.reduce_scatter(
-                outputs,
-                inputs,
-                group,
-                op,
-                tag,
-                async_op=async_op,
-                carrier=self._group.carrier_of(group),
-            )
+            return transport.reduce(outputs, inputs, op, tag, async_op=async_op)
 
     def _bring_out(self) -> None:
         """Bring results out of memory that is given back with the input; after the collectives, on their stream."""
@@ -601,7 +591,7 @@ def _call_replacement(
     tensor: Tensor,
 ) -> None:
     """Let the user's function reduce ``tensor`` into ``output``, or ``output`` itself if nothing is sharded."""
-    output, tensor = collectives.as_real(output), collectives.as_real(tensor)
+    output, tensor = as_real(output), as_real(tensor)
     result = output.detach()
     if group is None:
         replacement(result, None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from fullshard.transport.collectives import ReduceScatter
+from fullshard.transport.comm_objects import ReduceScatter
 
 
 @dataclass(frozen=True, slots=True)

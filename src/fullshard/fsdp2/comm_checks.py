@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fullshard.engine.state import FSDPState
 from fullshard.errors import ConfigurationError
-from fullshard.transport.collectives import (
+from fullshard.transport.comm_objects import (
     ProcessGroupAllGather,
     ProcessGroupReduceScatter,
     SymmetricAllGather,

@@ -33,7 +33,7 @@ from fullshard.fsdp2.comm_checks import (
 )
 from fullshard.mesh.axes import twin_group
 from fullshard.policies import check_type, switch
-from fullshard.transport.collectives import (
+from fullshard.transport.comm_objects import (
     AllGather,
     ProcessGroupAllGather,
     ProcessGroupReduceScatter,

@@ -28,12 +28,8 @@ from fullshard import fully_shard, torch_border
 from fullshard.divergence.journal import tag
 from fullshard.programs.plan_tool.machine import MIB
 from fullshard.programs.plan_tool.program import Collective, CollectiveKind, Kernel
-from fullshard.transport.collectives import (
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-    values_of_all_ranks,
-)
+from fullshard.transport.collectives import all_reduce, values_of_all_ranks
+from fullshard.transport.transports import Coalesced
 
 CALIBRATION = tag("plan calibrate", of_step=False)
 NUM_CHAINED = 50
@@ -342,10 +338,12 @@ def _call(
         case "all_gather":
             # Gathers move bytes.
             whole, own = whole.view(torch.uint8), own.view(torch.uint8)
-            return all_gather([whole], [own], group, CALIBRATION, async_op=is_async)
+            return Coalesced(group, own.device).gather(
+                [whole], [own], CALIBRATION, async_op=is_async
+            )
         case "reduce_scatter":
-            return reduce_scatter(
-                [own], [whole], group, ReduceOp.SUM, CALIBRATION, async_op=is_async
+            return Coalesced(group, own.device).reduce(
+                [own], [whole], ReduceOp.SUM, CALIBRATION, async_op=is_async
             )
         case "all_reduce":
             all_reduce(whole, group, ReduceOp.SUM, CALIBRATION)

@@ -1,0 +1,200 @@
+"""Transports: how the messages of a group's gathers and reductions travel between the ranks of one process group.
+
+    Coalesced   segments where they lie, in one call of the process group
+    Exchanged   ... reductions as an all-to-all, whose contributions the receiver sums
+    Staged      one message, rank after rank, in memory of a comm object (`staged`)
+
+A transport calls collectives and takes no decision about streams: its caller has made the stream of the collective current.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed import DistBackendError, ProcessGroup, ReduceOp, Work
+
+from fullshard import torch_border
+from fullshard.divergence.journal import Tag, journal_of
+from fullshard.divergence.meetings import calling, meet, refused
+from fullshard.mesh.backends import backend_of
+from fullshard.transport.works import JoinedGather, as_real, ordered, watched
+
+
+class Transport(ABC):
+    """One way of messages between the ranks of a process group; used for as long as the group's settings stay."""
+
+    in_place = True
+    """Whether segments may be gathered into, and reduced from, where they lie. If not, all lie in one message, rank after
+    rank, in memory of `allocate`."""
+    sums_at_receiver = False
+    """Whether `reduce` brings the contributions of all ranks, as large as what is sent, for the receiver to sum."""
+    recycles = False
+    """Whether memory of `allocate` is handed out again after `release`, so that results must not stay in it."""
+    capturable = True
+    """Whether its calls may be captured in a CUDA graph: the host must not wait, and memory must come from torch's allocator."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for a message, on the stream that fills it."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def release(self, tensor: Tensor) -> None:  # noqa: B027 (memory that is dropped is given back)
+        """Take back what `allocate` returned; the stream it was allocated on is ordered after its last use."""
+
+    @abstractmethod
+    def gather(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: Tag, *, async_op: bool
+    ) -> Work | None:
+        """Gather ``inputs[i]`` of all ranks into ``outputs[i]``.
+
+        With ``async_op`` False the current stream is ordered after the gather; the host waits for a backend that has no
+        streams.
+        """
+
+    @abstractmethod
+    def reduce(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        op: ReduceOp.RedOpType,
+        tag: Tag,
+        *,
+        async_op: bool,
+    ) -> Work | None:
+        """Reduce ``inputs[i]`` over ranks and leave this rank's shard, or all contributions to it, in ``outputs[i]``."""
+
+
+class Coalesced(Transport):
+    """The process group's own collectives, over all segments in one call.
+
+    [Note: names of gloo's work]
+    Never a coalesced gather on gloo. torch's ProcessGroupGloo has two threads, and each notes the
+    name of the work it has completed in one std::string, outside of the lock (torch 2.13, `runLoop`,
+    lastCompletedWorkName). Names of up to 15 characters lie in the string itself. ALLGATHER_COALESCED
+    does not: one thread frees it while the other writes ALLREDUCE there, and a later malloc aborts, or
+    hands out the same memory twice. Two collectives in flight on a group are enough. ALLGATHER,
+    ALLREDUCE and ALLTOALL_BASE, as which gloo carries all that we call, are short.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        # Looked up once: that takes the host longer than all else around a call.
+        self._backend, self._journal = backend_of(group, device), journal_of(group)
+
+    def gather(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: Tag, *, async_op: bool
+    ) -> Work | None:
+        """See `Transport`; all are bytes."""
+        if not outputs:
+            return None
+        group, backend = self.group, self._backend
+        joined = None
+        if not backend.has_coalesced_gathers and len(outputs) > 1:
+            joined = JoinedGather(outputs, inputs, group)  # takes memory, so before the ranks meet
+        meet(group, tag, backend, inputs, journal=self._journal)
+        options = _GATHER_OPTIONS[async_op]
+        try:
+            if joined is not None:
+                joined.start(group, backend, options)
+                work = cast(Work, joined)
+            elif len(outputs) == 1:
+                work = torch_border.all_gather_single(group)(outputs[0], inputs[0], options)
+            else:
+                work = torch_border.all_gather_coalesced(group)(outputs, inputs, options)
+        except DistBackendError as error:
+            raise refused(group, tag, error) from error
+        if backend.is_on_stream:
+            return work if async_op else None
+        if joined is None:
+            work = watched(work, group, backend)
+        return work if async_op else ordered(work, backend)
+
+    def reduce(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        op: ReduceOp.RedOpType,
+        tag: Tag,
+        *,
+        async_op: bool,
+    ) -> Work | None:
+        """See `Transport`."""
+        if not outputs:
+            return None
+        group, backend = self.group, self._backend
+        options = _reduce_options(op, async_op=async_op)
+        if outputs[0].is_complex():  # as are all others, then
+            outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
+        meet(group, tag, backend, inputs, journal=self._journal)
+        try:
+            work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
+        except DistBackendError as error:
+            raise refused(group, tag, error) from error
+        if backend.is_on_stream:
+            return work if async_op else None
+        work = watched(work, group, backend)
+        return work if async_op else ordered(work, backend)
+
+
+class Exchanged(Coalesced):
+    """Reductions as an all-to-all, one call for each message, since no backend coalesces them."""
+
+    sums_at_receiver = True
+
+    def reduce(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        op: ReduceOp.RedOpType,
+        tag: Tag,
+        *,
+        async_op: bool,
+    ) -> Work | None:
+        """Send block r of ``inputs[i]`` to rank r; ``outputs[i]`` gets what all ranks sent, in their order."""
+        options = _exchange_options(async_op=async_op)
+        pairs = [pair for pair in zip(outputs, inputs, strict=True) if pair[0].numel()]
+        if not pairs:
+            return None
+        group, backend = self.group, self._backend
+        meet(group, tag, backend, inputs, journal=self._journal)
+        with calling(group, tag):
+            works = [
+                watched(
+                    torch_border.all_to_all_single(group, output, tensor, options), group, backend
+                )
+                for output, tensor in pairs
+            ]
+        if not async_op:
+            for work in works:
+                ordered(work, backend)
+            return None
+        return works[0] if len(works) == 1 else cast(Work, Works(works))
+
+
+class Works:
+    """Several works, for which the host waits as for one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def get_future(self) -> object:
+        """Return a future that is completed when all works are done."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+
+
+# Options are the same for every call, so each is made once.
+_GATHER_OPTIONS = {flag: torch_border.all_gather_options(async_op=flag) for flag in (False, True)}
+_reduce_options = functools.cache(torch_border.reduce_scatter_options)
+_exchange_options = functools.cache(torch_border.all_to_all_options)
