@@ -115,7 +115,7 @@ def count_questions(contestant: Contestant) -> int:
 
     class Counting(FSDPCommContext):
         @property
-        def recorder(self) -> None:  # type: ignore[override]
+        def observer(self) -> None:  # type: ignore[override]
             nonlocal asked
             asked += 1
 
@@ -134,7 +134,7 @@ def question_s() -> float:
     """Seconds that it takes to ask, and to be told that there is none."""
     context = FSDPCommContext(torch.device("cpu"))
     number = 100_000
-    statements = ("if context.recorder is not None: pass", "pass")
+    statements = ("if context.observer is not None: pass", "pass")
     asking, nothing = (
         min(timeit.repeat(code, globals={"context": context}, number=number, repeat=7))
         for code in statements

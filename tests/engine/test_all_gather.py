@@ -70,7 +70,7 @@ def make(
 
 
 def run(all_gather: GroupAllGather, extra: Messages | None = None) -> None:
-    all_gather.finish(all_gather.start(extra, tag("all-gather"), async_op=True, span=None))
+    all_gather.finish(all_gather.start(extra, tag("all-gather"), async_op=True, observed=None))
 
 
 def gathers_twice(source: str, dtype: torch.dtype) -> None:
@@ -126,11 +126,11 @@ def with_a_comm_object(source: str) -> None:
     assert all_gather.held_bytes == comm.balance == 0 and comm.calls == 1
     staged = torch.zeros(3 * WORLD, dtype=torch.uint8)
     extra = Messages([staged], [torch.full((3,), dist.get_rank(), dtype=torch.uint8)])
-    state = all_gather.start(extra, tag("all-gather"), async_op=True, span=None)
+    state = all_gather.start(extra, tag("all-gather"), async_op=True, observed=None)
     assert all_gather.held_bytes == comm.balance > 0, (
         "it is staged in memory of the comm object only"
     )
-    all_gather.finish(state)
+    all_gather.finish(state, None)
     assert comm.balance == 0 and comm.calls == 3, "an extra message is a call of its own"
     assert_equal(all_gather.params, full_params())
     assert staged.tolist() == [rank for rank in range(WORLD) for _ in range(3)]
@@ -164,7 +164,7 @@ def test_one_rank_alone_computes_with_its_shards() -> None:
     shards = ShardBuffer(per_row_layout(shapes, world=1), 0, [torch.float32] * 2, CPU)
     in_place = UnshardedInPlace(shards)
     message = Messages([torch.zeros(1, dtype=torch.uint8)], [torch.ones(1, dtype=torch.uint8)])
-    in_place.finish(in_place.start(message, tag("all-gather"), async_op=True, span=None))
+    in_place.finish(in_place.start(message, tag("all-gather"), async_op=True, observed=None))
     shards.locals[0].fill_(5)
     in_place.release()
     assert [tuple(param.shape) for param in in_place.params] == shapes

@@ -30,7 +30,7 @@ from fullshard.storage.buffers import (
 )
 from fullshard.transport import collectives
 from fullshard.transport.comm_objects import AllGather
-from fullshard.transport.spans import CollectiveSpan
+from fullshard.transport.observer import Observed
 from fullshard.transport.staged import Staged
 from fullshard.transport.transports import Coalesced, Transport
 
@@ -63,14 +63,12 @@ class AllGatherState(NamedTuple):
 
     work: Work | None = None
     """What the host waits for; None if the stream is ordered after the collective."""
-    span: CollectiveSpan | None = None
-    """Its record, if somebody records."""
     rows: Tensor | None = None
     """Memory of a comm object that it was staged in: bytes of shape (world, bytes of one rank)."""
 
 
 _NOTHING_LEFT = AllGatherState()
-"""An all-gather that streams order and that no recorder watches: it needs no handle."""
+"""An all-gather that streams order and that nobody observes: it needs no handle."""
 
 
 class GroupAllGather:
@@ -136,14 +134,14 @@ class GroupAllGather:
         """Made once, which takes longer than to enter it. `finish` comes after `start`, so nobody enters it twice."""
 
     def start(
-        self, extra: Messages | None, tag: Tag, *, async_op: bool, span: CollectiveSpan | None
+        self, extra: Messages | None, tag: Tag, *, async_op: bool, observed: Observed | None
     ) -> AllGatherState:
         """Take memory, copy this rank's shard to it, and issue the collective, with ``extra`` beside it.
 
-        On the all-gather stream. If a trace is recorded, ``span`` notes the times.
+        On the all-gather stream. ``observed`` has who is told.
         """
         if self._custom is not None:
-            return self._start_custom(self._custom, extra, tag, async_op, span)
+            return self._start_custom(self._custom, extra, tag, async_op, observed)
         buffer, group = self.buffer, self._group
         outputs, inputs = buffer.outputs, buffer.inputs
         # One call for all: each call costs the host, and a small message the network's latency.
@@ -156,16 +154,17 @@ class GroupAllGather:
                 if extra is not None:
                     extra.copy_to_outputs()
                 return _NOTHING_LEFT
-            if span is not None:
+            if observed is not None:
                 extra_bytes = extra.received_bytes if extra is not None else 0
-                span.begins(self.received_bytes + extra_bytes)
+                nbytes = self.received_bytes + extra_bytes
+                observed.observer.calls("gather", observed.group, nbytes)
             transport = self._transport or self._find_transport(group)
             work = transport.gather(outputs, inputs, tag, async_op=async_op)
-        if span is not None:
-            span.called((work,))
-        elif work is None:
+        if observed is not None:
+            observed.observer.called("gather", observed.group, (work,))
+        if work is None:
             return _NOTHING_LEFT
-        return AllGatherState(work, span)
+        return AllGatherState(work)
 
     def _find_transport(self, group: ProcessGroup) -> Transport:
         self._transport = (
@@ -181,7 +180,7 @@ class GroupAllGather:
         extra: Messages | None,
         tag: Tag,
         async_op: bool,
-        span: CollectiveSpan | None,
+        observed: Observed | None,
     ) -> AllGatherState:
         """Stage this rank's message in memory of the comm object, and gather with it."""
         assert self._group is not None, "a comm object is given if there is something to gather"
@@ -200,30 +199,30 @@ class GroupAllGather:
         self._staged = rows = output.view(torch.uint8).view(self._world, -1)
         self._source.copy_into(self.buffer.shard_in(rows))
         own = output.view(self._world, -1)[self._rank]
-        if span is not None:
-            span.begins(self.received_bytes)
+        if observed is not None:
+            observed.observer.calls("gather", observed.group, self.received_bytes)
         work = transport.gather([output], [own], tag, async_op=async_op)
-        if span is not None:
-            span.called((work,))
-        return AllGatherState(work, span, rows)
+        if observed is not None:
+            observed.observer.called("gather", observed.group, (work,))
+        return AllGatherState(work, rows)
 
-    def finish(self, state: AllGatherState) -> None:
+    def finish(self, state: AllGatherState, observed: Observed | None) -> None:
         """Wait for the collective, where the host must, and distribute what was staged.
 
         On the all-gather stream, which has waited for released memory.
         """
-        span = state.span
         # NCCL's collectives order their stream, and return no work. Gloo's are done by a thread, for which the host
         # waits here: as late as possible, when compute needs the parameters.
         if state.work is not None:
-            if span is None:
-                state.work.wait()
-            else:
-                span.wait((state.work,))
-        if span is not None and self.buffer.packed:
+            if observed is not None:
+                observed.observer.waits("gather", observed.group)
+            state.work.wait()
+            if observed is not None:
+                observed.observer.waited("gather", observed.group)
+        if observed is not None and self.buffer.packed:
             # This is the moment with the most memory: staging and full parameters, both.
             self.buffer.allocate_params()
-            span.recorder.note_gathered(span.group)
+            observed.observer.memory_of_gathers(observed.group)
         if state.rows is None:
             with self._below_autograd:
                 self.buffer.copy_out()
@@ -275,14 +274,14 @@ class UnshardedInPlace:
         self.params = shards.full_params()
 
     def start(
-        self, extra: Messages | None, tag: Tag, *, async_op: bool, span: CollectiveSpan | None
+        self, extra: Messages | None, tag: Tag, *, async_op: bool, observed: Observed | None
     ) -> AllGatherState:
         """Bring ``extra`` to its outputs; the parameters are in memory."""
         if extra is not None:
             extra.copy_to_outputs()
         return _NOTHING_LEFT
 
-    def finish(self, state: AllGatherState) -> None:
+    def finish(self, state: AllGatherState, observed: Observed | None) -> None:
         """Do nothing: there is nothing to wait for."""
 
     def abandon(self, state: AllGatherState | None) -> None:

@@ -133,9 +133,9 @@ class BackwardPasses:
                 self._runtime.unshard_for_backward(state, call)
         else:
             self._runtime.unshard_for_backward(state, call)
-        recorder = self._runtime.context.recorder
-        if recorder is not None:
-            recorder.backward_begins(state, call.begin)
+        observer = self._runtime.context.observer
+        if observer is not None:
+            observer.backward_begins(state, call.begin)
 
     def pre_backward_of_backward(self, state: FSDPState, call: Call[FSDPState]) -> None:
         """A pass is about to execute what an earlier one has added to the graph for ``call``.
@@ -238,8 +238,8 @@ class BackwardPasses:
         `fused_linear` has written of them waits, too, unless the pass is ``at_end``.
         """
         context = self._runtime.context
-        if context.recorder is not None:
-            context.recorder.backward_ends(state)
+        if context.observer is not None:
+            context.observer.backward_ends(state)
         self._num_left += 1
         if self._num_left == LEFT_AT_PEAK:
             context.has_room = True

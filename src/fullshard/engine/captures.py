@@ -64,7 +64,7 @@ def _check_capturable(runtime: Runtime, *, is_known: bool) -> None:
             + "\n  ".join(obstacles)
             + "\nRun the step without capture, or change them; see docs/graphs.md."
         )
-    if runtime.context.recorder is not None:
+    if runtime.context.observer is not None:
         raise UsageError(
             "A step cannot be captured in a CUDA graph while a trace is recorded: its events could not be read. Capture "
             "outside of fullshard's trace(), and trace an eager step."

@@ -37,7 +37,8 @@ from fullshard.policies import MixedPrecisionPolicy
 from fullshard.storage.param import FSDPParam
 from fullshard.storage.reduce_buffer import ReduceBuffer, lies_in_one_piece
 from fullshard.storage.sharded_params import PlainShardedParam
-from fullshard.transport.spans import Group, TraceRecorder
+from fullshard.transport.observer import Observed, StepObserver
+from fullshard.transport.spans import Group
 from fullshard.transport.streams import FSDPCommContext
 
 COPIED_BESIDE = 64 * 2**20
@@ -276,9 +277,9 @@ class GradientReducer:
         if not gradients and not zeros and not written:
             return
         buffer = self._buffer_for({*gradients, *zeros})
-        recorder = context.recorder
-        if recorder is not None:
-            recorder.note_reducing(buffer, buffer.nbytes)
+        observer = context.observer
+        if observer is not None:
+            observer.memory_of_reductions(buffer, buffer.nbytes)
         copy_in = None
         if context.in_capture and self._is_copied_beside(buffer):
             buckets = buffer.take_memory(gradients, zeros, written=written)
@@ -290,12 +291,13 @@ class GradientReducer:
         # They are copied, or `copy_in` holds them. Memory for the results is taken next, and can be that of gradients that
         # were copied: peak memory is often here.
         del gradients
-        span = None
-        if recorder is not None:
+        observed = None
+        if observer is not None:
             group = self._group()
             assert group is not None, "a group outlives its reductions"
-            span = recorder.new_span("reduce", group)
-        ReduceScatterState.start(self._reduced_group, settings, buffer, buckets, span, copy_in)
+            observer.issues("reduce", group)
+            observed = Observed(observer, group)
+        ReduceScatterState.start(self._reduced_group, settings, buffer, buckets, observed, copy_in)
 
     def _is_copied_beside(self, buffer: ReduceBuffer) -> bool:
         """Return whether a captured step copies gradients beside compute: [Note: gradients copied beside].
@@ -423,8 +425,8 @@ class GradientReducer:
             return self.unreduced.place_for(index, self._unreduced_dtypes[index])
         if self._open is None:
             buffer = self._open = self._free_buffer({index})
-            if self._context.recorder is not None:
-                self._context.recorder.note_reducing(buffer, buffer.nbytes)
+            if self._context.observer is not None:
+                self._context.observer.memory_of_reductions(buffer, buffer.nbytes)
             buffer.allocate()
         again = index in self._written
         self._written.add(index)
@@ -453,8 +455,8 @@ class GradientReducer:
 
     def _release(self, buffer: ReduceBuffer) -> None:
         buffer.release()
-        if self._context.recorder is not None:
-            self._context.recorder.note_reducing(buffer, 0)
+        if self._context.observer is not None:
+            self._context.observer.memory_of_reductions(buffer, 0)
 
     # --- forget -----------------------------------------------------------------------------------
 
@@ -478,11 +480,11 @@ class GradientReducer:
 
     # --- for traces and plans ---------------------------------------------------------------------
 
-    def note_memory(self, recorder: TraceRecorder) -> None:
-        """Tell a recorder that begins to record what memory is held for reductions now."""
-        recorder.note_reducing(self.unreduced, self.unreduced.nbytes)
+    def tell_memory(self, observer: StepObserver) -> None:
+        """Tell a new observer what memory is held for reductions now."""
+        observer.memory_of_reductions(self.unreduced, self.unreduced.nbytes)
         if self._buffer is not None and self._buffer.allocated:
-            recorder.note_reducing(self._buffer, self._buffer.nbytes)
+            observer.memory_of_reductions(self._buffer, self._buffer.nbytes)
 
     def reduce_buffers(self) -> list[ReduceBuffer]:
         """Return the buffers that reductions read, with memory or without."""

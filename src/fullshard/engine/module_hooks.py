@@ -120,8 +120,8 @@ def _pre_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]
         args, kwargs = _cast_inputs(args, kwargs, policy.param_dtype)
     if torch.is_grad_enabled() and torch_border.backward_pass_id() == -1:
         _watch_inputs(state, args, kwargs)
-    if runtime.context.recorder is not None:
-        runtime.context.recorder.forward_begins(state)
+    if runtime.context.observer is not None:
+        runtime.context.observer.forward_begins(state)
     return args, kwargs
 
 
@@ -166,8 +166,8 @@ def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
         return output  # the first forward was refused
     if output is None and (error := sys.exception()) is not None:
         _note_exception(state, runtime, error)
-    if runtime.context.recorder is not None:
-        runtime.context.recorder.forward_ends(state)
+    if runtime.context.observer is not None:
+        runtime.context.observer.forward_ends(state)
     if state.options.mp_policy.output_dtype is not None:
         output = cast_floating(output, state.options.mp_policy.output_dtype)
     state.modules_run.add(module)

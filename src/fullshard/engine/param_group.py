@@ -37,7 +37,7 @@ from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.shard_storage import ShardStorage
 from fullshard.storage.sharded_params import ShardedParam
 from fullshard.transport import comm_objects
-from fullshard.transport.spans import TraceRecorder
+from fullshard.transport.observer import Observed, StepObserver
 from fullshard.transport.streams import FSDPCommContext
 
 _SERIAL_NUMBERS = itertools.count()
@@ -266,8 +266,6 @@ class FSDPParamGroup:
         self._context = context
         self.name = name
         self.gather_tag = tag(f"all-gather of {in_tags}")
-        self._gather_label = f"FSDP::all_gather ({name})"
-        self._copy_out_label = f"FSDP::all_gather_copy_out ({name})"
         self.all_gathers.connect(context)
         self._gathered_event = context.new_event()
         """On the all-gather stream: the full parameters are complete."""
@@ -345,21 +343,20 @@ class FSDPParamGroup:
         if state is not _SHARDED and state is not _SHARDED_POST_FORWARD:
             return False
         context = self._context or self.context
-        if torch_border.profiler_enabled():
-            with torch_border.profiler_range(self._gather_label):
-                self._issue_gather(context, may_stay)
-        else:
-            self._issue_gather(context, may_stay)
+        self._issue_gather(context, may_stay)
         return True
 
     def _issue_gather(self, context: FSDPCommContext, may_stay: bool) -> None:
-        state, recorder = self.sharded_state, context.recorder
+        state, observer = self.sharded_state, context.observer
+        if observer is not None:
+            observer.begins("all_gather", self)
+            observer.issues("gather", self)
         if state is _SHARDED:
             self._gathered_version = version = self.shards.version
             if version != self._ordered_version:  # written since forward began
                 context.gathers_wait_for()
                 self._ordered_version = version
-        span = None if recorder is None else recorder.new_span("gather", self)
+        observed = None if observer is None else Observed(observer, self)
         with context.all_gather:
             if context.releases:
                 context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
@@ -375,7 +372,7 @@ class FSDPParamGroup:
                 if gathers.unbuffered is not None and state is _SHARDED:
                     extra = gathers.unbuffered.messages()
                 self._in_flight = all_gather.start(
-                    extra, self.gather_tag, async_op=not context.asynchronous, span=span
+                    extra, self.gather_tag, async_op=not context.asynchronous, observed=observed
                 )
             except BaseException:
                 # No collective was issued, and nothing will wait for one.
@@ -393,11 +390,12 @@ class FSDPParamGroup:
             at_once = context.in_capture or context.has_room
             takes_late = all_gather.takes_memory_late and not (all_gather.is_small and at_once)
             if context.asynchronous and gathers.unbuffered is None and not takes_late:
-                all_gather.finish(self._in_flight)
+                all_gather.finish(self._in_flight, observed)
                 self._in_flight = None
                 self._gathered_event.record()
-        if recorder is not None:
-            recorder.note_gathered(self)
+        if observer is not None:
+            observer.memory_of_gathers(self)
+            observer.ends("all_gather", self)
 
     def _wait_for_gather(self) -> None:
         """Order the compute stream after the all-gather; what was staged is distributed first.
@@ -410,20 +408,21 @@ class FSDPParamGroup:
         context = self._context or self.context
         gathers = self.all_gathers
         assert all_gather is not None, "a gather is in flight"
-        recorder = context.recorder
+        observer = context.observer
         if in_flight is not None:
-            if torch_border.profiler_enabled():
-                with torch_border.profiler_range(self._copy_out_label):
-                    self._finish_gather(in_flight, context)
-            else:
-                self._finish_gather(in_flight, context)
+            if observer is not None:
+                observer.begins("copy_out", self)
+            self._finish_gather(in_flight, context)
             self._in_flight = None
-            if recorder is not None:
-                recorder.note_gathered(self)  # staging is released, other memory was allocated
-        if recorder is None:
+            if observer is not None:
+                observer.ends("copy_out", self)
+                observer.memory_of_gathers(self)  # staging is released, other memory was allocated
+        if observer is None:
             self._gathered_event.wait()
         else:
-            recorder.wait(self._gathered_event, self, "gather")
+            observer.waits("gather", self, self._gathered_event)
+            self._gathered_event.wait()
+            observer.waited("gather", self, self._gathered_event)
         self.sharded_state = _GATHERED
         if self._guard is not None:
             self._guard.memory_is_there()
@@ -436,7 +435,9 @@ class FSDPParamGroup:
         with context.all_gather:
             if context.releases:
                 context.wait_for_releases()  # memory is taken here, too: rule 1
-            self._all_gather.finish(in_flight)
+            observer = context.observer
+            observed = None if observer is None else Observed(observer, self)
+            self._all_gather.finish(in_flight, observed)
             if self.all_gathers.unbuffered is not None:
                 self.all_gathers.unbuffered.finish()
             self._gathered_event.record()
@@ -564,8 +565,8 @@ class FSDPParamGroup:
         full = gathers.from_shards
         assert isinstance(full, GroupAllGather), "several ranks hold the parameters"
         gathers.post_forward.keep(full, gathers.compute_dtypes, gathers.custom, self.context)
-        if self.context.recorder is not None:
-            self.context.recorder.note_gathered(self)  # the shard and the full parameters, both
+        if self.context.observer is not None:
+            self.context.observer.memory_of_gathers(self)  # the shard and the full parameters, both
         self._give_memory_back(_SHARDED_POST_FORWARD)
 
     def disable_post_forward_shard(self) -> None:
@@ -587,8 +588,8 @@ class FSDPParamGroup:
     def _release_post_forward_shard(self) -> None:
         assert self.all_gathers.post_forward is not None, "one is kept"
         self.all_gathers.post_forward.release()
-        if self.context.recorder is not None:
-            self.context.recorder.note_gathered(self)
+        if self.context.observer is not None:
+            self.context.observer.memory_of_gathers(self)
 
     def _give_memory_back(self, following: ShardedState) -> None:
         """Give gathered memory back, if there is any; ``following`` is the state then."""
@@ -607,8 +608,8 @@ class FSDPParamGroup:
         if context.asynchronous:  # the host has nothing to wait for
             context.releases.append(self._released_event)
         self.sharded_state = following
-        if context.recorder is not None and isinstance(all_gather, GroupAllGather):
-            context.recorder.released(self)
+        if context.observer is not None and isinstance(all_gather, GroupAllGather):
+            context.observer.released(self)
 
     # --- what is in memory ------------------------------------------------------------------------
 
@@ -622,10 +623,10 @@ class FSDPParamGroup:
         """Bytes of memory for gathering that the group has now."""
         return self.all_gathers.held_bytes
 
-    def note_memory(self, recorder: TraceRecorder) -> None:
-        """Tell somebody who begins to record what the group holds now."""
-        recorder.note_gathered(self)
-        self.reducer.note_memory(recorder)
+    def tell_memory(self, observer: StepObserver) -> None:
+        """Tell a new observer what the group holds now."""
+        observer.memory_of_gathers(self)
+        self.reducer.tell_memory(observer)
 
     @property
     def weight_version(self) -> int:

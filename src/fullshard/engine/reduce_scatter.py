@@ -50,7 +50,7 @@ from fullshard.storage.sharded_params import (
 )
 from fullshard.transport import collectives
 from fullshard.transport.comm_objects import ReduceScatter
-from fullshard.transport.spans import CollectiveSpan
+from fullshard.transport.observer import Collective, Observed
 from fullshard.transport.staged import Staged
 from fullshard.transport.streams import Event, FSDPCommContext
 from fullshard.transport.transports import Coalesced, Exchanged, Transport
@@ -207,7 +207,7 @@ class ReduceScatterState:
         settings: ReduceSettings,
         buffer: ReduceBuffer,
         buckets: Sequence[ReduceBucket],
-        span: CollectiveSpan | None,
+        observed: Observed | None,
         copy_in: Callable[[], None] | None = None,
     ) -> None:
         """Start a reduction on the compute stream, and leave it to the context to finish it.
@@ -217,7 +217,7 @@ class ReduceScatterState:
             settings: How they are reduced; what a user changes counts from the next reduction on.
             buffer: The reduce buffer, which has memory.
             buckets: What of it is reduced.
-            span: Told when the collective begins and ends, if a trace is recorded.
+            observed: Who is told of it, if anybody is.
             copy_in: Fills the buffer, on the reduce-scatter stream; None if it has been filled.
         """
         reduction = cls(group, settings, buffer)
@@ -228,7 +228,7 @@ class ReduceScatterState:
         # All memory is taken before the first collective is called: a failure here leaves nothing in flight.
         for bucket in buckets:
             reduction._buckets.append(reduction._prepare(bucket))
-        reduction.issue(span)
+        reduction.issue(observed)
 
     def __init__(self, group: ReducedGroup, settings: ReduceSettings, buffer: ReduceBuffer) -> None:
         self._context = group.context
@@ -261,8 +261,8 @@ class ReduceScatterState:
         self._issued = False
         """Whether all collectives were called, so that there are results."""
         self._accumulated = False
-        self._span: CollectiveSpan | None = None
-        """The span of the reduce-scatter, if a trace is recorded."""
+        self._observed: Observed | None = None
+        """Who is told of the reduction."""
 
     # --- prepare, on the compute stream -----------------------------------------------------------
 
@@ -336,15 +336,15 @@ class ReduceScatterState:
 
     # --- issue ------------------------------------------------------------------------------------
 
-    def issue(self, span: CollectiveSpan | None) -> None:
+    def issue(self, observed: Observed | None) -> None:
         """Start the reduction; on devices with streams, issue all of it.
 
         Called on the compute stream, which has taken all memory, and filled the input unless `_copy_in` does.
         """
-        context, events, self._span = self._context, self._events, span
-        if span is not None:
+        context, events, self._observed = self._context, self._events, observed
+        if observed is not None:
             held = self._buffer.nbytes + sum(each.input_bytes for each in self._buckets)
-            span.recorder.note_reducing(self._buffer, held)
+            observed.observer.memory_of_reductions(self._buffer, held)
         replicated = self._mesh_info.replicate_process_group is not None
         events.ready.record()
         with context.reduce_scatter:
@@ -354,7 +354,7 @@ class ReduceScatterState:
             try:
                 if self._copy_in is not None:
                     self._copy_in()
-                self._call_collectives(span)
+                self._call_collectives(observed)
                 if context.asynchronous and self._brings_out:
                     # Before the event: behind it, compute may reuse what was received or staged.
                     self._bring_out()
@@ -395,17 +395,18 @@ class ReduceScatterState:
         else:
             self._accumulate_buckets()
 
-    def _call_collectives(self, span: CollectiveSpan | None) -> None:
+    def _call_collectives(self, observed: Observed | None) -> None:
         settings = self._settings
         if settings.process_group is None and settings.replacement is None:
-            span = None  # nothing goes to other ranks before replicas are summed
-        if span is not None:
+            observed = None  # nothing goes to other ranks before replicas are summed
+        if observed is not None:
             sent = sum(tensor.nbytes for each in self._buckets for tensor in each.inputs)
-            span.begins(sent - sent // self._buffer.layout.world)  # the rest stays here
+            nbytes = sent - sent // self._buffer.layout.world  # the rest stays here
+            observed.observer.calls("reduce", observed.group, nbytes)
         for each in self._buckets:
             self._works.append(self._scatter(each))
-        if span is not None:
-            span.called(self._works)
+        if observed is not None:
+            observed.observer.called("reduce", observed.group, self._works)
 
     def _scatter(self, each: _BucketState) -> Work | None:
         async_op = not self._context.asynchronous
@@ -440,18 +441,17 @@ class ReduceScatterState:
     def finish_input(self) -> None:
         """See `InFlight`."""
         context = self._context
-        if self._span is not None:
-            self._span.wait(self._works)
-        else:
-            for work in self._works:
-                if work is not None:
-                    work.wait()
+        observed, pending = self._observed, [work for work in self._works if work is not None]
+        if pending:
+            if observed is not None:
+                observed.observer.waits("reduce", observed.group)
+            for work in pending:
+                work.wait()
+            if observed is not None:
+                observed.observer.waited("reduce", observed.group)
         if self._brings_out and not context.asynchronous and self._issued:
             self._bring_out()
-        if self._span is None:
-            self._events.input_read.wait()
-        else:
-            self._span.wait_for(self._events.input_read)
+        self._wait_for(self._events.input_read, "reduce")
         # The compute stream is behind the last read now, so the memory may go back to its pool.
         self._copy_in = None
         self._buffer.release()
@@ -460,18 +460,27 @@ class ReduceScatterState:
                 for tensor in each.staged:
                     self._custom.release(tensor)
             each.release_input()
-        if context.recorder is not None:
-            context.recorder.note_reducing(self._buffer, 0)
+        if context.observer is not None:
+            context.observer.memory_of_reductions(self._buffer, 0)
+
+    def _wait_for(self, event: Event, collective: Collective) -> None:
+        """Order the compute stream after an event of the collective's stream."""
+        observed = self._observed
+        if observed is not None:
+            observed.observer.waits(collective, observed.group, event)
+        event.wait()
+        if observed is not None:
+            observed.observer.waited(collective, observed.group, event)
 
     def finish(self, *, accumulate: bool = True) -> None:
         """See `InFlight`."""
         if accumulate and self._issued and not self._accumulated:
             self._accumulate()
         if self._marks_end:
-            if self._span is None or self._mesh_info.replicate_process_group is None:
+            if self._mesh_info.replicate_process_group is None:
                 self._events.done.wait()
             else:
-                self._span.wait_for(self._events.done)
+                self._wait_for(self._events.done, "all-reduce")
         self._buckets.clear()
         self._kept.clear()
 
@@ -529,14 +538,15 @@ class ReduceScatterState:
 
     def _all_reduce(self, reduced: Tensor, group: ProcessGroup, each: _BucketState) -> None:
         """Sum over replicas, on the current stream; the host waits where there are no streams."""
-        span = None if self._span is None else self._span.followed_by("all-reduce")
-        if span is not None:
-            span.begins(all_reduce_bytes(reduced.nbytes, group.size()))
+        observed = self._observed
+        if observed is not None:
+            observed.observer.issues("all-reduce", observed.group)
+            nbytes = all_reduce_bytes(reduced.nbytes, group.size())
+            observed.observer.calls("all-reduce", observed.group, nbytes)
         tag = self._group.tags_of(each.bucket).all_reduce
         collectives.all_reduce(reduced, group, each.rule.op, tag)
-        if span is not None:
-            span.called(())
-            span.host_waited()
+        if observed is not None:
+            observed.observer.called("all-reduce", observed.group, ())
 
     def _run_hook(self, hook: Callable[[Tensor], None], reduced: Tensor) -> None:
         """Run the user's hook in the current stream, or in the stream it was given with."""

@@ -188,8 +188,8 @@ class Runtime:
         With ``together``, all ranks do so after the same step, though in different places of it. What they have
         learned from it may differ, and is forgotten.
         """
-        if self.context.recorder is not None:
-            self.context.recorder.abandon(self.states)
+        if self.context.observer is not None:
+            self.context.observer.abandoned(self.states)
         if self.context.asynchronous and self.context.at_border():
             self.context.cross_border()  # a capture may have failed, whose events are of no use now
         self.context.join(accumulate=False)
@@ -275,8 +275,8 @@ class Runtime:
             if state.call is not None or state.depth or state.modules_run:
                 self.end_call(state)  # of a forward that an exception ended
         self._running.clear()
-        if self.context.recorder is not None:
-            self.context.recorder.abandon(self.states)
+        if self.context.observer is not None:
+            self.context.observer.abandoned(self.states)
         self._begin_gathers(self.states)
         if self._tree_changed:
             self._check_tree()

@@ -89,8 +89,8 @@ class UnreducedGradients:
             _WAITING[id(self)] = self
         else:
             _WAITING.pop(id(self), None)
-        if self._context.recorder is not None:
-            self._context.recorder.note_reducing(self, self.nbytes)
+        if self._context.observer is not None:
+            self._context.observer.memory_of_reductions(self, self.nbytes)
 
     # --- add --------------------------------------------------------------------------------------
 

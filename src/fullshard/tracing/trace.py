@@ -94,7 +94,7 @@ class Recording:
         self._recorder: TraceRecorder | None = None
 
     def __enter__(self) -> Self:
-        if any(context.recorder is not None for context in self._contexts):
+        if any(context.observer is not None for context in self._contexts):
             raise LifecycleError(
                 "A model can have one recording at a time, and this one is being recorded. Leave the other block first."
             )
@@ -120,7 +120,7 @@ class Recording:
                 "A recording can only be paused within its block: with trace(...) as recording."
             )
         for context in self._contexts:
-            context.recorder = None
+            context.observer = None
         try:
             yield
         finally:
@@ -136,7 +136,7 @@ class Recording:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None, "entered before"
         for context in self._contexts:
-            context.recorder = None
+            context.observer = None
         try:
             recorder.clock.synchronize()
             document = to_document(export(self._model, recorder))
@@ -157,9 +157,9 @@ def attach(recorder: TraceRecorder, model: nn.Module, contexts: Sequence[FSDPCom
     """Let the engine report to the recorder from now on, starting with the memory in use."""
     for state, _, _ in states_in(model):
         for group in state.groups:
-            group.note_memory(recorder)
+            group.tell_memory(recorder)
     for context in contexts:
-        context.recorder = recorder
+        context.observer = recorder
 
 
 def contexts_of(model: nn.Module) -> list[FSDPCommContext]:
@@ -235,7 +235,7 @@ class _Export:
             group = self._name(compute.state)
             name = f"{compute.kind} {group}"
             yield self._span("compute", name, compute, group=group, phase=compute.within)
-        for wait in recorder.waits:
+        for wait in recorder.wait_spans:
             group = self._name(wait.group)
             yield self._span(
                 "wait",

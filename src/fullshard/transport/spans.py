@@ -1,7 +1,6 @@
 """What a step does and when, recorded for `tracing` to export.
 
-The engine reads `FSDPCommContext.recorder` where something begins or ends, and goes on if it is None. Otherwise
-it tells the recorder. Spans are kept as small tuples, and named and converted when the recording is over.
+`TraceRecorder` observes a step. Spans are kept as small tuples, and named and converted when the recording is over.
 
 [Note: when things happened]
 A device works later than the host asks it to, so the device takes the times. A mark is an event recorded
@@ -24,6 +23,7 @@ waited for it.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
@@ -31,26 +31,16 @@ import torch
 from torch.distributed import Work
 
 from fullshard import torch_border
+from fullshard.transport.observer import Collective, StepObserver
 
 Mark = Any
 """A point in time: nanoseconds of the host, or an event in a stream."""
 Pass = Literal["forward", "backward"]
 """Whether something happened within a backward."""
-Collective = Literal["gather", "reduce", "all-reduce"]
 Reason = Literal["gather", "reduction"]
 Kind = Literal["forward", "backward", "recompute"]
 
 host_ns = time.perf_counter_ns
-
-
-class Waitable(Protocol):
-    """An event of `streams`."""
-
-    def query(self) -> bool:
-        """Whether it has been reached."""
-
-    def wait(self) -> None:
-        """Order the current stream after it."""
 
 
 class Named(Protocol):
@@ -239,36 +229,17 @@ class CollectiveSpan:
         if now - self.begin > MEETING_NS:
             self.recorder.add_wait(self.group, _reason(self.collective), self.begin, now)
 
-    def wait(self, works: Sequence[Work | None]) -> None:
-        """Wait for the collective's works; on the CPU the host stands still meanwhile."""
-        pending = [work for work in works if work is not None]
-        if not pending:
-            return
+    def host_waited(self, begin: Mark) -> None:
+        """Note that the host, which began at ``begin``, has waited for the collective."""
         recorder = self.recorder
-        begin = recorder.clock.now()
-        for work in pending:
-            work.wait()
         end = recorder.clock.mark()
-        if len(self.ends) < self._num_works:
+        if len(self.ends) < max(self._num_works, 1):
             self.ends.append(end)
         if not recorder.clock.on_streams:
             recorder.add_wait(self.group, _reason(self.collective), begin, end)
 
-    def host_waited(self) -> None:
-        """Note that the collective was not asynchronous: on the CPU, the host stood still while it was called."""
-        if not self.recorder.clock.on_streams:
-            self.recorder.add_wait(self.group, _reason(self.collective), self.begin, self.ends[-1])
 
-    def wait_for(self, event: Waitable) -> None:
-        """Order the compute stream after an event of the collective's stream."""
-        self.recorder.wait(event, self.group, _reason(self.collective))
-
-    def followed_by(self, collective: Collective) -> CollectiveSpan | None:
-        """Return the span of another collective of the same group; None if there is no room for it."""
-        return self.recorder.new_span(collective, self.group)
-
-
-class TraceRecorder:
+class TraceRecorder(StepObserver):
     """The recorder of one trace: what happened since it was made.
 
     Invariant: on the compute lane, spans nest or are apart. Forwards are calls of modules, one inside the
@@ -286,7 +257,7 @@ class TraceRecorder:
         self._room = limit
         self.steps: list[StepSpan] = []
         self.computes: list[ComputeSpan] = []
-        self.waits: list[WaitSpan] = []
+        self.wait_spans: list[WaitSpan] = []
         self.collectives: list[CollectiveSpan] = []
         self.releases: list[Release] = []
         self.memory: list[MemorySample] = []
@@ -297,6 +268,9 @@ class TraceRecorder:
         self._without_future: set[tuple[type, Collective]] = set()
         """Classes of works that have no future, each with its collective: to ask some takes 0.4 ms."""
         self._allocator_asked_ns = 0
+        self._in_flight: dict[tuple[Collective, Group], deque[CollectiveSpan | None]] = {}
+        """Collectives that have been issued, oldest first; None for one without room."""
+        self._wait_began: Mark = None
         self.begin_step()
 
     def _has_room(self) -> bool:
@@ -352,7 +326,7 @@ class TraceRecorder:
         """Note that backward has left ``state``; it may have reached it without our knowledge."""
         self._end(state, ("backward",))
 
-    def abandon(self, states: Collection[Named]) -> None:
+    def abandoned(self, states: Collection[Named]) -> None:
         """Forget spans of ``states`` that have not ended: an exception was raised, and they never will."""
         if self._open:
             self._open = [each for each in self._open if each.state not in states]
@@ -373,9 +347,50 @@ class TraceRecorder:
 
     # --- communication ------------------------------------------------------------------------------
 
-    def new_span(self, collective: Collective, group: Group) -> CollectiveSpan | None:
-        """Return the span of a collective that is issued next; None if there is no room for it."""
-        return CollectiveSpan(self, collective, group) if self._has_room() else None
+    def issues(self, collective: Collective, group: Group) -> None:
+        """See `StepObserver`."""
+        spans = self._in_flight.setdefault((collective, group), deque())
+        spans.append(CollectiveSpan(self, collective, group) if self._has_room() else None)
+
+    def _latest(self, collective: Collective, group: Group) -> CollectiveSpan | None:
+        """Return the span of the collective that was issued last."""
+        spans = self._in_flight.get((collective, group))
+        return spans[-1] if spans else None
+
+    def calls(self, collective: Collective, group: Group, nbytes: int) -> None:
+        """See `StepObserver`."""
+        span = self._latest(collective, group)
+        if span is not None:
+            span.begins(nbytes)
+
+    def called(self, collective: Collective, group: Group, works: Sequence[Work | None]) -> None:
+        """See `StepObserver`."""
+        span = self._latest(collective, group)
+        if span is not None:
+            span.called(works)
+            if collective == "all-reduce" and not self.clock.on_streams:
+                span.host_waited(span.begin)  # it is over when its call returns
+
+    def waits(self, collective: Collective, group: Group, event: Any = None) -> None:
+        """See `StepObserver`."""
+        if event is None:
+            self._wait_began = self.clock.now()
+        elif self.clock.on_streams and not event.query():
+            self._wait_began = self.clock.mark()
+        else:  # it has been reached, so compute will not stand still for it
+            self._wait_began = None
+
+    def waited(self, collective: Collective, group: Group, event: Any = None) -> None:
+        """See `StepObserver`."""
+        spans = self._in_flight.get((collective, group))
+        if event is None:
+            if spans and spans[0] is not None:
+                spans[0].host_waited(self._wait_began)
+            return
+        if spans:
+            spans.popleft()
+        if self._wait_began is not None:
+            self.add_wait(group, _reason(collective), self._wait_began, self.clock.mark())
 
     def note_end(self, work: Work, span: CollectiveSpan) -> None:
         """Have the thread that completes ``work`` note its end, if it can."""
@@ -390,32 +405,20 @@ class TraceRecorder:
         if not _call_when_done(work, ended):
             self._without_future.add(kind)
 
-    def wait(self, event: Waitable, group: Group, reason: Reason) -> None:
-        """Order the compute stream after ``event``; on the CPU the host has waited before."""
-        if not self.clock.on_streams:
-            event.wait()
-            return
-        if event.query():  # it has been reached, so compute will not stand still for it
-            event.wait()
-            return
-        begin = self.clock.mark()
-        event.wait()
-        self.add_wait(group, reason, begin, self.clock.mark())
-
     def add_wait(self, group: Group, reason: Reason, begin: Mark, end: Mark) -> None:
         """Note that compute stood still."""
         if self._has_room():
-            self.waits.append(WaitSpan(group, reason, _pass_now(), self.step, begin, end))
+            self.wait_spans.append(WaitSpan(group, reason, _pass_now(), self.step, begin, end))
 
     def released(self, group: Group) -> None:
         """Note that gathered memory was given back."""
         if self._has_room():
             self.releases.append(Release(group, _pass_now(), self.step, self.clock.now()))
-        self.note_gathered(group)
+        self.memory_of_gathers(group)
 
     # --- memory -------------------------------------------------------------------------------------
 
-    def note_gathered(self, group: Group) -> None:
+    def memory_of_gathers(self, group: Group) -> None:
         """Note how much memory ``group`` has for gathering now."""
         held, before = group.held_bytes, self._gathered.get(group, 0)
         if held != before:
@@ -423,12 +426,12 @@ class TraceRecorder:
             self._total_gathered += held - before
             self._add_memory(None)
 
-    def note_reducing(self, buffer: object, held: int) -> None:
-        """Note that ``held`` bytes are held for the reduction of ``buffer`` now."""
-        before = self._reducing.get(buffer, 0)
-        if held != before:
-            self._reducing[buffer] = held
-            self._total_reducing += held - before
+    def memory_of_reductions(self, holder: object, nbytes: int) -> None:
+        """See `StepObserver`."""
+        before = self._reducing.get(holder, 0)
+        if nbytes != before:
+            self._reducing[holder] = nbytes
+            self._total_reducing += nbytes - before
             self._add_memory(None)
 
     def sample_allocator(self) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from fullshard import torch_border
 from fullshard.storage.buffers import Indices
-from fullshard.transport.spans import TraceRecorder
+from fullshard.transport.observer import StepObserver
 
 
 class Event(Protocol):
@@ -106,8 +106,8 @@ class FSDPCommContext:
         self.all_gather = self._stream("all-gather", priority=-1)
         self.reduce_scatter = self._stream("reduce-scatter", priority=-1)
         self.all_reduce = self._stream("all-reduce", priority=0)
-        self.recorder: TraceRecorder | None = None
-        """The recorder of a trace; usually none."""
+        self.observer: StepObserver | None = None
+        """What is told of a step; usually none."""
         self.host_reads_results = False
         """Whether sharded gradients are in host memory, so that the host must wait for them."""
         self.indices: Indices = weakref.WeakValueDictionary()

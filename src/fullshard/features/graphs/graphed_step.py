@@ -252,7 +252,7 @@ class GraphedStep(Generic[P, R]):
         contexts = self._contexts
         if self._failure is not None:
             return Plan.EAGER, f"it could not be captured: {self._failure}"
-        if any(context.recorder is not None for context in contexts):
+        if any(context.observer is not None for context in contexts):
             return Plan.EAGER, "a trace is recorded"
         if any(journal.guard is not None for journal in self._journals):
             return (

@@ -114,11 +114,11 @@ class HookRecorder(TraceRecorder):
         self._recorder.add(HostWork(1))
         super().backward_begins(state, call)
 
-    def note_reducing(self, buffer: object, held: int) -> None:
+    def memory_of_reductions(self, holder: object, nbytes: int) -> None:
         """Do as `TraceRecorder` says."""
-        if isinstance(buffer, Buffer):
-            self._recorder.name_storage(buffer.storage, "reducing")
-        super().note_reducing(buffer, held)
+        if isinstance(holder, Buffer):
+            self._recorder.name_storage(holder.storage, "reducing")
+        super().memory_of_reductions(holder, nbytes)
 
 
 class Recorder(observer.DeviceObserver):
