@@ -258,9 +258,9 @@ engine/agreement.py::_compare
 engine/at_rest.py::bring_to_rest
     within forward or backward | checkpoint/state/test_local_state::test_models_must_rest | checkpoint/state/test_local_state::test_models_must_rest
     within summon_full_params | checkpoint/state/test_local_state::test_models_must_rest | checkpoint/state/test_local_state::test_models_must_rest
-engine/autograd_calls.py::_graph_inputs
+engine/backward_inputs.py::_graph_inputs
     torch.autograd.grad returns | promises/test_unnoticed::test_backward_accumulates_into_the_sharded_parameters_that_are_named | promises/test_unnoticed::test_backward_accumulates_into_the_sharded_parameters_that_are_named
-engine/autograd_calls.py::_needed_too_late
+engine/backward_inputs.py::needed_too_late
     whose memory has been freed | promises/test_outputs::test_weights_that_are_needed_too_late_are_an_error_that_names_the_module | promises/test_outputs::test_returned_parameters_and_objects_train_as_in_one_process
 engine/second_order.py::SecondOrder.finish
     makes no graph | promises/test_transforms::test_gradients_by_parameters_have_no_graph_and_that_is_said | promises/test_transforms::test_gradient_penalties_are_those_of_one_process

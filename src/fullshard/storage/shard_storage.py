@@ -29,6 +29,10 @@ from fullshard.storage.param import FSDPParam, fits_in_buffers, has_all_gather_e
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.sharded_params import ShardedParam, holder_of
 
+# Looked up once: asked several times a step.
+_plain_attributes, _version_of = torch_border.plain_attributes, torch_border.version_of
+_dtype_of = operator.attrgetter("dtype")
+
 
 class ShardStorage:
     """What this rank keeps of a group's parameters, and the sharded parameters over it."""
@@ -143,7 +147,8 @@ class ShardStorage:
     @property
     def version(self) -> int:
         """Another number after each counted write to the shards, and after they were replaced. Asked several times a step."""
-        return self._replaced + torch_border.sum_of_versions(self._versioned)
+        with _plain_attributes():
+            return self._replaced + sum(map(_version_of, self._versioned))
 
     @property
     def format_name(self) -> str:
@@ -175,7 +180,10 @@ class ShardStorage:
             present = map(self._entry_of, self._tables, self._names)
             if not all(map(operator.is_, present, self._values)):
                 return True
-        return self.are_elsewhere or torch_border.dtypes_of(self.leaves) != self._dtypes
+        if self.are_elsewhere:
+            return True
+        with _plain_attributes():
+            return [*map(_dtype_of, self.leaves)] != self._dtypes
 
     def remember_trainable(self) -> None:
         """Note what the sharded parameters remember now."""

@@ -272,11 +272,6 @@ class FSDPCommContext:
         )
 
     @property
-    def has_graph(self) -> bool:
-        """Whether a backward pass may come through the model; False for one that is recomputed as a whole."""
-        return self.latest_graph is not None and self.latest_graph() is not None
-
-    @property
     def may_be_capturing(self) -> bool:
         """Whether the last pass was captured, and no replay has followed that we know of."""
         return self.in_capture and self.replay_end is None
@@ -289,6 +284,15 @@ def is_capturing() -> bool:
 
 
 _CONTEXTS: weakref.WeakSet[FSDPCommContext] = weakref.WeakSet()
+
+
+def any_graph() -> bool:
+    """Return whether a backward pass may come through a model of this process; False for one that is recomputed as a whole."""
+    for context in comm_contexts():
+        graph = context.latest_graph
+        if graph is not None and graph() is not None:
+            return True
+    return False
 
 
 def comm_contexts() -> list[FSDPCommContext]:
