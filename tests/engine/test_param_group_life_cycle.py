@@ -139,9 +139,8 @@ def test_a_gather_nobody_used_is_waited_for_before_its_memory_is_given_back() ->
         group = make_group(nn.Linear(4, 6))
         group.unshard()
         waited: list[bool] = []
-        in_flight = group._in_flight
-        assert in_flight is not None and in_flight.work is not None
-        group._in_flight = in_flight._replace(work=Told(waited))  # type: ignore[arg-type]
+        assert group.gather.unfinished and group.gather.work is not None
+        group.gather.work = Told(waited)  # type: ignore[assignment]
         group.reshard()
         assert waited == [True] and group.held_bytes == 0
 
