@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard
+from fullshard.engine.gather import Gather
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.sharded_state import TRANSITIONS, ShardedState
 from fullshard.storage.shard_storage import ShardStorage
@@ -205,9 +206,9 @@ def test_gathers_wait_for_shards_that_were_packed_anew(monkeypatch: pytest.Monke
 
         noting(FSDPCommContext, "gathers_wait_for")
         noting(ShardStorage, "adopt")
-        noting(FSDPParamGroup, "_issue_gather")
+        noting(Gather, "start")
         state = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(state, assign=True)
         model(torch.ones(2, 4))
     packed = len(calls) - 1 - calls[::-1].index("adopt")
-    assert "gathers_wait_for" in calls[packed : calls.index("_issue_gather", packed)]
+    assert "gathers_wait_for" in calls[packed : calls.index("start", packed)]

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from fullshard import torch_border
 from fullshard.engine import known_groups
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.storage.codecs import Buffered
 
 
 def named_storages() -> Iterator[tuple[int, str]]:
@@ -23,8 +22,8 @@ def named_storages() -> Iterator[tuple[int, str]]:
 def _storages_of(group: FSDPParamGroup) -> Iterator[tuple[UntypedStorage, str]]:
     name = group.name or "the root"
     route = group.routes.from_shards
-    if route is not None and isinstance(route.codec, Buffered):
-        yield route.codec.buffer.full.storage, f"the gather buffer of {name}"
+    if route is not None and route.codec.full is not None:
+        yield route.codec.full.storage, f"the gather buffer of {name}"
     for buffer in group.reducer.reduce_buffers():
         yield buffer.storage, f"the reduce buffer of {name}"
     for each in group.sharded_params:

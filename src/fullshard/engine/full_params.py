@@ -107,6 +107,8 @@ def gather(group: FSDPParamGroup, pieces: Sequence[Tensor | None]) -> list[Tenso
 
     Collective.
     """
+    if group.observer is not None:
+        group.observer.gathered_aside(group)
     return all_gather_full(
         group.layout,
         [None if piece is None else piece.to(group.device) for piece in pieces],

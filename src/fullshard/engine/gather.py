@@ -211,7 +211,8 @@ class Gather:
     @property
     def addresses(self) -> range:
         """Addresses of the gathered memory: a tensor that lies there is lost when it is given back."""
-        return range(0) if self.route is None else self.route.codec.addresses
+        full = None if self.route is None else self.route.codec.full
+        return range(0) if full is None else full.addresses
 
     @property
     def held_bytes(self) -> int:

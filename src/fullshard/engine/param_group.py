@@ -291,6 +291,11 @@ class FSDPParamGroup:
             assert self._context is not None
         return self._context
 
+    @property
+    def observer(self) -> StepObserver | None:
+        """What is told of the model's steps; None also before its first forward."""
+        return None if self._context is None else self._context.observer
+
     # --- unshard ----------------------------------------------------------------------------------
 
     @property

@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 
 from fullshard.layout.segments import Layout
-from fullshard.storage.buffers import GatherBuffer, ShardBuffer, Source
+from fullshard.storage.buffers import Buffer, GatherBuffer, ShardBuffer, Source
 from fullshard.storage.copy_out import Indices
+
+_ALIGNMENT = 16
+"""Messages begin at multiples of so many bytes, so that each can be viewed in any dtype."""
 
 
 class Codec:
@@ -43,6 +46,8 @@ class Codec:
     """Bytes of one rank's message in memory of a transport."""
     dtype = torch.uint8
     """Of that memory."""
+    full: Buffer | None = None
+    """The memory of the full parameters, if it comes and goes."""
     nbytes = 0
     """Bytes of the full parameters, with padding."""
     takes_memory_late = False
@@ -68,11 +73,6 @@ class Codec:
         """Bytes of memory that it has now."""
         return 0
 
-    @property
-    def addresses(self) -> range:
-        """Addresses of the full parameters, if they are in memory that comes and goes."""
-        return range(0)
-
 
 def _nothing() -> None:
     """Do nothing: the shards stay."""
@@ -96,7 +96,7 @@ class Buffered(Codec):
         self, source: Source, buffer: GatherBuffer, dtypes: Sequence[torch.dtype], *, sends: bool
     ) -> None:
         """Encode from ``source``; unless it ``sends``, there is no other rank."""
-        self._source, self.buffer = source, buffer
+        self._source, self.buffer, self.full = source, buffer, buffer.full
         self.params, self.outputs, self.inputs = buffer.params, buffer.outputs, buffer.inputs
         self.received_bytes = buffer.received_bytes if sends else 0
         self.message_nbytes, self.nbytes = buffer.message_nbytes, buffer.nbytes
@@ -110,11 +110,6 @@ class Buffered(Codec):
     def held_bytes(self) -> int:
         """See `Codec`."""
         return self.buffer.held_bytes
-
-    @property
-    def addresses(self) -> range:
-        """See `Codec`."""
-        return self.buffer.full.addresses
 
 
 class Cast(Buffered):
@@ -164,14 +159,14 @@ class Recoded(Buffered, ABC):
     ) -> None:
         """Allocate on the current stream (the all-gather stream)."""
         self.layout, self.rank = layout, rank
-        nbytes = self.row_nbytes(layout)
+        nbytes = -(-self.row_nbytes(layout) // _ALIGNMENT) * _ALIGNMENT
         buffer = GatherBuffer(layout, rank, dtypes, device, packed=True, message_nbytes=nbytes)
         super().__init__(source, buffer, dtypes, sends=sends)
         self.dtype = torch.uint8
 
     @abstractmethod
     def row_nbytes(self, layout: Layout) -> int:
-        """Return the bytes of one rank's message; the same on every rank."""
+        """Return the bytes of one rank's message, the same on every rank; messages are as long, or a little longer."""
 
     @abstractmethod
     def encode_row(self, shard: Sequence[Tensor], row: Tensor) -> None:
@@ -179,7 +174,7 @@ class Recoded(Buffered, ABC):
 
     @abstractmethod
     def decode_rows(self, rows: Tensor) -> None:
-        """Write the full parameters, `params`, from all ranks' messages: bytes of shape (world, `row_nbytes`)."""
+        """Write the full parameters, `params`, from all ranks' messages: the rows of ``rows``."""
 
     def encode(self) -> None:
         """See `Codec`."""
