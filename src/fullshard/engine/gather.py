@@ -45,7 +45,7 @@ class Gather:
     def connect(self, context: FSDPCommContext) -> None:
         """Join a model's streams."""
         self._routes.connect(context)
-        self._complete = context.new_event()
+        self._gathered = context.new_event()
         """On the all-gather stream: the full parameters are complete."""
         self._released = context.new_event()
         """On the compute stream: the last read of the gathered memory."""
@@ -127,11 +127,11 @@ class Gather:
                 observer.ends("copy_out", group)
                 observer.memory_of_gathers(group)  # staging is released, other memory was allocated
         if observer is None:
-            self._complete.wait()
+            self._gathered.wait()
         else:
-            observer.waits("gather", group, self._complete)
-            self._complete.wait()
-            observer.waited("gather", group, self._complete)
+            observer.waits("gather", group, self._gathered)
+            self._gathered.wait()
+            observer.waited("gather", group, self._gathered)
         kept = self._routes.post_forward
         if kept is not None and route is kept.route:
             self.drop_kept(context, group)  # it has been read
@@ -161,7 +161,7 @@ class Gather:
         if route.beside is not None:
             route.beside.decode()
         self.unfinished, self.work = False, None
-        self._complete.record()
+        self._gathered.record()
 
     def abandon(self, context: FSDPCommContext) -> None:
         """Give memory of an unfinished gather back without decoding it, which could take more of it."""
@@ -170,7 +170,7 @@ class Gather:
             if self.work is not None:
                 self.work.wait()
             self.route.abandon()
-            self._complete.record()
+            self._gathered.record()
         self.unfinished, self.work = False, None
 
     def release(self, context: FSDPCommContext) -> None:
