@@ -5,7 +5,7 @@ Ranks are threads. No model, no API.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +16,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard.layout.segments
+from benchmarks.stream_settings import checked
+from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.divergence.journal import tag
 from fullshard.engine.full_params import all_gather_full
 from fullshard.engine.gather import Gather
+from fullshard.engine.known_groups import groups_of
+from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.route import Route
 from fullshard.engine.sharded_state import ShardedState
+from fullshard.engine.state import state_of
 from fullshard.layout.segments import Layout, flat_layout, gathers_in_place, per_row_layout
 from fullshard.storage.buffers import FlatShard, ShardBuffer, UploadBuffer, shard_of
 from fullshard.storage.codecs import Cast, Codec, Plain
 from fullshard.torch_border import below_autograd
 from fullshard.transport.comm_objects import DefaultAllGather
+from fullshard.transport.observer import StepObserver
 from fullshard.transport.staged import Staged
 from fullshard.transport.streams import FSDPCommContext
 from fullshard.transport.transports import Coalesced, Transport
@@ -319,6 +325,89 @@ def after_a_gather_nobody_used() -> None:
 
 def test_a_gather_nobody_used_leaves_nothing_behind() -> None:
     run_threads(WORLD, after_a_gather_nobody_used)
+
+
+# --- hooks of other features ---------------------------------------------------------------------------
+
+
+class WrittenLater:
+    """An event of the host: what it stands for is written when the host waits for it."""
+
+    def __init__(self, write: Callable[[], object]) -> None:
+        self._write, self.waits = write, 0
+
+    def synchronize(self) -> None:
+        self._write()
+        self.waits += 1
+
+
+def gathers_what_the_event_brings() -> None:
+    group = make_group(nn.Linear(3, 5))
+    weight = group.sharded_params[0].param
+    event = WrittenLater(lambda: torch.no_grad()(weight.fill_)(7))
+    group.unshard()
+    group.wait()
+    group.not_before(event)
+    group.unshard()  # it is gathered: nothing to wait for
+    assert event.waits == 0
+    for _ in range(2):
+        group.reshard()
+        group.unshard()
+        group.wait()
+        assert event.waits == 1, "it counts for one gather"
+        assert_equal(group.params[0].unsharded_param, torch.full((5, 3), 7.0))
+
+
+def test_a_gather_comes_not_before_an_event() -> None:
+    run_threads(WORLD, gathers_what_the_event_brings)
+
+
+def test_the_gather_stream_waits_for_such_an_event_and_without_that_there_is_a_race(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "shards written on a stream of their own, gathers not before"
+    assert not checked(name).races
+    monkeypatch.setattr(FSDPParamGroup, "not_before", lambda *_: None)
+    assert checked(name).races
+
+
+class Aside(StepObserver):
+    """Notes which groups are gathered aside of a step."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def gathered_aside(self, group: Any) -> None:
+        self.names.append(group.name)
+
+
+def test_an_observer_is_told_of_gathers_aside_of_a_step() -> None:
+    with fake_world(2):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for module in (*model, model):
+            fully_shard(module)
+        model(torch.ones(2, 4)).sum().backward()
+        state = state_of(model[0])
+        assert state is not None
+        context = state.groups[0].context
+        context.observer = aside = Aside()
+        model(torch.ones(2, 4)).sum().backward()
+        assert aside.names == []
+        model[1].unshard()
+        assert aside.names == ["1"]
+        model[1].unshard()  # it is there
+        assert aside.names == ["1"]
+        model[1].reshard()
+
+
+def test_full_parameters_are_gathered_aside() -> None:
+    with fake_world(2):
+        model = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=True)
+        model(torch.ones(2, 4)).sum().backward()
+        (group,) = groups_of(model.parameters())
+        group.context.observer = aside = Aside()
+        with FullyShardedDataParallel.summon_full_params(model):
+            assert aside.names == [group.name]
 
 
 # --- outside of training -------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.state import state_of
+from fullshard.engine.known_groups import groups_of
 from fullshard.layout.segments import Layout
 from fullshard.storage.codecs import Recoded
 from fullshard.transport.comm_objects import DefaultAllGather
@@ -107,11 +106,6 @@ def reference(dtype: torch.dtype, frozen: bool) -> list[Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
-def groups_of(model: Any) -> list[FSDPParamGroup]:
-    states = [state_of(module) for module in model.modules()]
-    return [group for state in states if state is not None for group in state.groups]
-
-
 def on_ranks(dtype: torch.dtype, setting: str) -> list[Tensor]:
     model: Any = model_of(setting == "frozen")
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=True)
@@ -119,7 +113,7 @@ def on_ranks(dtype: torch.dtype, setting: str) -> list[Tensor]:
         fully_shard(
             module, mp_policy=policy, reshard_after_forward=2 if setting == "kept" else True
         )
-    for group in groups_of(model):
+    for group in groups_of(model.parameters()):
         group.set_codec(Int8Rows)
         if setting == "comm object":
             group.set_custom_all_gather(DefaultAllGather())
@@ -131,7 +125,7 @@ def on_ranks(dtype: torch.dtype, setting: str) -> list[Tensor]:
                 if param.grad is not None:
                     param -= 0.05 * param.grad
                     param.grad = None
-    assert all(group.held_bytes == 0 for group in groups_of(model))
+    assert all(group.held_bytes == 0 for group in groups_of(model.parameters()))
     return [param.full_tensor().detach() for param in model.parameters()]
 
 
@@ -150,7 +144,7 @@ def test_weights_gathered_as_int8_train_as_in_one_process(
 
 
 def bytes_received(models: list[Any]) -> tuple[int, int]:
-    (group,) = groups_of(fully_shard(models[dist.get_rank()]))
+    (group,) = groups_of(fully_shard(models[dist.get_rank()]).parameters())
     before = group.routes.traffic().received
     group.set_codec(Int8Rows)
     coded = group.routes.traffic().received

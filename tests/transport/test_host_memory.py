@@ -15,8 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from fullshard import fully_shard
 from fullshard.divergence.journal import Tag
-from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.state import state_of
+from fullshard.engine.known_groups import groups_of
 from fullshard.transport.transports import Transport
 from tests.helpers.compare import assert_equal
 
@@ -55,17 +54,12 @@ class HostMemory(Transport):
         raise NotImplementedError
 
 
-def groups_of(model: Any) -> list[FSDPParamGroup]:
-    states = [state_of(module) for module in model.modules()]
-    return [group for state in states if state is not None for group in state.groups]
-
-
 def trained(through_host: bool, reshard_after_forward: bool | int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5))
     for module in (model[0], model[2], model):
         fully_shard(module, reshard_after_forward=reshard_after_forward)
-    for group in groups_of(model) if through_host else ():
+    for group in groups_of(model.parameters()) if through_host else ():
         peers = group.mesh_info.shard_peers
         assert peers is not None
         group.gather_with(HostMemory(peers, group.device))
