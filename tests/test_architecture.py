@@ -587,8 +587,8 @@ BREACHES: list[tuple[Callable[[Sequence[Source]], list[str]], str, str, str]] = 
     (
         wrong_way_imports,
         "layout/segments.py",
-        "from ..engine import all_gather",
-        "fullshard.engine.all_gather",
+        "from ..engine import gather",
+        "fullshard.engine.gather",
     ),
     (wrong_way_imports, "layout/segments.py", "from .. import errors, comm", "fullshard.comm,"),
     (

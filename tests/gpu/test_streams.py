@@ -316,7 +316,7 @@ def finish_input_at_once(reduction: ReduceScatterState) -> None:
 
 def wait_not_for_gather(group: FSDPParamGroup) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "_gathered_event", HostEvent(), raising=False)
+        patch.setattr(group.gather, "_gathered", HostEvent(), raising=False)
         original_wait_for_gather(group)
 
 

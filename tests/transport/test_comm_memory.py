@@ -212,13 +212,13 @@ def only_gathers_without_sums() -> None:
         model = shard(make_decoder(), FULLSHARD, Run())
         symmetric_memory(model)
         for group in groups_of(model):
-            assert isinstance(group.all_gathers.custom, comm_objects.SymmetricAllGather)
+            assert isinstance(group.routes.custom, comm_objects.SymmetricAllGather)
             assert group.reducer.settings.custom is None
-        before = groups_of(model)[0].all_gathers.custom
+        before = groups_of(model)[0].routes.custom
         symmetric_memory_for_reductions_too(model)  # a second call adds what is now possible
         for group in groups_of(model):
             assert isinstance(group.reducer.settings.custom, comm_objects.SymmetricReduceScatter)
-        assert groups_of(model)[0].all_gathers.custom is before
+        assert groups_of(model)[0].routes.custom is before
 
 
 def test_reductions_are_symmetric_only_if_they_sum(world) -> None:
@@ -297,7 +297,7 @@ def test_nothing_is_to_be_turned_off_by_default() -> None:
     with fake_world(2):
         layer: Any = fully_shard(nn.Linear(2, 2))
         layer.set_allocate_memory_from_process_group_for_comm(False)
-        assert state_of(layer).groups[0].all_gathers.custom is None
+        assert state_of(layer).groups[0].routes.custom is None
 
 
 def test_a_torch_without_symmetric_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,10 +364,10 @@ def test_what_excludes_each_other_is_refused_in_either_order(
         for name in first:
             CALLS[name](layer)
         (group,) = state_of(layer).groups
-        before = group.all_gathers.custom, group.reducer.settings
+        before = group.routes.custom, group.reducer.settings
         with pytest.raises(ConfigurationError, match=words):
             CALLS[then](layer)
-        assert (group.all_gathers.custom, group.reducer.settings) == before
+        assert (group.routes.custom, group.reducer.settings) == before
 
 
 ALLOWED = [

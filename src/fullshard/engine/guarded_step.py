@@ -278,5 +278,5 @@ def _backends(
 
 def _post_forward(group: FSDPParamGroup) -> list[ProcessGroup]:
     """Return the process group over which a group is sharded after forward, if it is and one has been made."""
-    kept = group.all_gathers.post_forward
+    kept = group.routes.post_forward
     return [] if kept is None or kept.process_group is None else [kept.process_group]

@@ -211,7 +211,7 @@ def _prefetch(states: Sequence[FSDPState] | None) -> str:
 
 
 def _section(group: FSDPParamGroup, name: str, mesh: str, param_names: Sequence[str]) -> Section:
-    post_forward = group.all_gathers.post_forward
+    post_forward = group.routes.post_forward
     section = {
         f"mesh of {name}": mesh,
         f"device of {name}": group.device.type,
@@ -219,7 +219,7 @@ def _section(group: FSDPParamGroup, name: str, mesh: str, param_names: Sequence[
         f"post-forward mesh size of {name}": str(
             group.layout.world if post_forward is None else post_forward.size
         ),
-        f"all-gather of {name}": _class_of(group.all_gathers.custom),
+        f"all-gather of {name}": _class_of(group.routes.custom),
         f"offload_policy of {name}": type(group.offload_policy).__name__,
     }
     for option, text in _policy(group.mp_policy):

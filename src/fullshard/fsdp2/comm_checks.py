@@ -36,7 +36,7 @@ def check_comms_can_be_chosen(state: FSDPState, label: str, method: str) -> None
     present = [
         comm
         for group in state.groups
-        for comm in (group.all_gathers.custom, group.reducer.settings.custom)
+        for comm in (group.routes.custom, group.reducer.settings.custom)
         if comm is not None
     ]
     for other, classes in _STAGED_BY.items():

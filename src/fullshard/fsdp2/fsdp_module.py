@@ -286,7 +286,7 @@ class FSDPModule(torch_border.ConvertibleModule):
                 check_group_allocates(process_group, group.device)
         for group in groups:
             gathers, reduces = _process_groups(group)
-            if group.all_gathers.custom is None:
+            if group.routes.custom is None:
                 group.set_custom_all_gather(ProcessGroupAllGather(gathers, group.device))
                 custom = ProcessGroupReduceScatter(reduces, group.device)
                 group.change_reduction(custom=custom)
@@ -313,7 +313,7 @@ class FSDPModule(torch_border.ConvertibleModule):
                 choose_symmetric_memory(backend, process_group, group.device)
         for group in state.groups:
             gathers, reduces = _process_groups(group)
-            if group.all_gathers.custom is None:
+            if group.routes.custom is None:
                 group.set_custom_all_gather(SymmetricAllGather(gathers, group.device))
             if group.reducer.settings.force_sum and group.reducer.settings.custom is None:
                 custom = SymmetricReduceScatter(reduces, group.device)

@@ -94,7 +94,7 @@ def _uppermost(module: nn.Module, path: str) -> Iterator[tuple[str, FSDPState]]:
 def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupFacts:
     group.notice_replacements()
     layout, axes, reducer = group.layout, group.mesh_info, group.reducer
-    gathers, reduces = group.all_gathers.traffic(), reducer.traffic()
+    gathers, reduces = group.routes.traffic(), reducer.traffic()
     reduce_dtypes = {
         dtype
         for param, dtype in zip(group.params, reducer.reduce_dtypes, strict=True)
@@ -116,7 +116,7 @@ def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupF
         reduce_bytes=reduces.sent,
         all_reduce_bytes=reduces.all_reduced,
         param_dtype=_names({param.dtype for param in group.params}),
-        compute_dtype=_names({*group.all_gathers.compute_dtypes}),
+        compute_dtype=_names({*group.routes.compute_dtypes}),
         reduce_dtype=_names(reduce_dtypes),
         wire_dtype=_names({reducer.wire_dtype or dtype for dtype in reduce_dtypes}),
         world=axes.shard_mesh_size,

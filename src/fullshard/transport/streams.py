@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from fullshard import torch_border
-from fullshard.storage.buffers import Indices
+from fullshard.storage.copy_out import Indices
 from fullshard.transport.observer import Observers, StepObserver
 
 

@@ -84,7 +84,7 @@ def _memory_of(group: FSDPParamGroup) -> tuple[Any, ...]:
 
 
 def _settings_of(group: FSDPParamGroup) -> tuple[Any, ...]:
-    gathers = group.all_gathers
+    gathers = group.routes
     return (
         group.mp_policy,
         group.reducer.settings,
