@@ -22,7 +22,7 @@ import fullshard.layout.segments
 from examples.int8_gather import Int8Gathered, gather_linear_weights_as_int8
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, replicate
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.reduce_scatter import ReduceEvents, ReduceScatterState
+from fullshard.engine.reduction import ReduceEvents, ReductionInFlight
 from fullshard.storage.reduce_buffer import ReduceBuffer
 from fullshard.transport import collectives
 from fullshard.transport.streams import FSDPCommContext
@@ -302,7 +302,7 @@ def forget_releases(context: FSDPCommContext) -> None:
     context.releases.clear()
 
 
-def finish_input_at_once(reduction: ReduceScatterState) -> None:
+def finish_input_at_once(reduction: ReductionInFlight) -> None:
     reduction._buffer.release()
     for bucket in reduction._buckets:
         bucket.release_input()
@@ -338,7 +338,7 @@ SABOTAGE = {
         "gathers_wait_for",
         nothing,
     ),
-    "reduce inputs are freed at once": (ReduceScatterState, "finish_input", finish_input_at_once),
+    "reduce inputs are freed at once": (ReductionInFlight, "finish_input", finish_input_at_once),
     "reductions do not wait for compute": (ReduceEvents, "new", events_not_ready),
     "the optimizer does not wait for reductions": (FSDPCommContext, "join", nothing),
 }
@@ -362,10 +362,10 @@ def test_a_missing_wait_is_seen(
     pytest.fail("no seed showed a difference")
 
 
-original_issue = ReduceScatterState.issue
+original_issue = ReductionInFlight.issue
 
 
-def forget_received(reduction: ReduceScatterState, span: Any) -> None:
+def forget_received(reduction: ReductionInFlight, span: Any) -> None:
     original_issue(reduction, span)
     for bucket in reduction._buckets:
         bucket.outputs = bucket.sums = ()
@@ -376,7 +376,7 @@ def test_received_gradients_that_are_given_back_at_once_are_seen(
 ) -> None:
     with fake_world(4):
         expected = train(make_model(wire=True))
-        monkeypatch.setattr(ReduceScatterState, "issue", forget_received)
+        monkeypatch.setattr(ReductionInFlight, "issue", forget_received)
         for seed in range(20):
             with disturbed(seed) as rng:
                 result = train(make_model(wire=True), rng)

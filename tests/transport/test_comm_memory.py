@@ -23,6 +23,7 @@ from fullshard.errors import CommunicationError
 from fullshard.mesh.backends import backend_named
 from fullshard.transport import collectives, comm_objects, staged, transports
 from fullshard.transport.comm_objects import DefaultAllGather, DefaultReduceScatter, SymmetricPool
+from fullshard.transport.staged import comm_of
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder
@@ -213,11 +214,13 @@ def only_gathers_without_sums() -> None:
         symmetric_memory(model)
         for group in groups_of(model):
             assert isinstance(group.all_gathers.custom, comm_objects.SymmetricAllGather)
-            assert group.reducer.settings.custom is None
+            assert group.reduction.settings.transport is None
         before = groups_of(model)[0].all_gathers.custom
         symmetric_memory_for_reductions_too(model)  # a second call adds what is now possible
         for group in groups_of(model):
-            assert isinstance(group.reducer.settings.custom, comm_objects.SymmetricReduceScatter)
+            assert isinstance(
+                comm_of(group.reduction.settings.transport), comm_objects.SymmetricReduceScatter
+            )
         assert groups_of(model)[0].all_gathers.custom is before
 
 
@@ -254,7 +257,10 @@ def reductions_on_a_group_of_their_own(setter: Callable[[Any], None], before: bo
         if not before:
             model.set_separate_reduce_scatter_group()
         group = groups_of(model)[0]
-        gathers, reduces = group.mesh_info.shard_process_group, group.reducer.settings.process_group
+        gathers, reduces = (
+            group.mesh_info.shard_process_group,
+            group.reduction.settings.process_group,
+        )
         model(mine(batch_of(0))).backward()
         reference(batch_of(0)).backward()
         assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-6)
@@ -364,10 +370,10 @@ def test_what_excludes_each_other_is_refused_in_either_order(
         for name in first:
             CALLS[name](layer)
         (group,) = state_of(layer).groups
-        before = group.all_gathers.custom, group.reducer.settings
+        before = group.all_gathers.custom, group.reduction.settings
         with pytest.raises(ConfigurationError, match=words):
             CALLS[then](layer)
-        assert (group.all_gathers.custom, group.reducer.settings) == before
+        assert (group.all_gathers.custom, group.reduction.settings) == before
 
 
 ALLOWED = [

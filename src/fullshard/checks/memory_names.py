@@ -25,7 +25,7 @@ def _storages_of(group: FSDPParamGroup) -> Iterator[tuple[UntypedStorage, str]]:
     from_shards = group.all_gathers.from_shards
     if isinstance(from_shards, GroupAllGather):
         yield from_shards.buffer.full.storage, f"the gather buffer of {name}"
-    for buffer in group.reducer.reduce_buffers():
+    for buffer in group.reduction.buffers():
         yield buffer.storage, f"the reduce buffer of {name}"
     for each in group.sharded_params:
         yield _storage_of(each.param), f"the shards of {name}"

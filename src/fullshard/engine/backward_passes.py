@@ -224,9 +224,9 @@ class BackwardPasses:
     def _reduce_groups(self, state: FSDPState) -> None:
         for group in state.groups:
             if state.options.requires_gradient_sync:
-                group.reducer.reduce(include_unused=state not in self._reduced)
+                group.reduction.reduce(include_unused=state not in self._reduced)
             else:
-                group.reducer.accumulate()
+                group.reduction.accumulate()
         self._reduced.add(state)
 
     # --- a state is left --------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class BackwardPasses:
             # Backward did not reach it here, but may have on other ranks; or nobody told of its last products.
             if (state in self._to_be_reduced and _has_products(state)) or (
                 state not in self._reduced
-                and any(group.reducer.settings.zero_unused for group in state.groups)
+                and any(group.reduction.settings.zero_unused for group in state.groups)
             ):
                 self._reduce(state)
             if state.training_state is TrainingState.POST_BACKWARD:
@@ -337,7 +337,7 @@ class BackwardPasses:
                 if state.options.requires_gradient_sync
                 and (
                     state in self._postponed
-                    or any(group.reducer.unreduced.partial for group in state.groups)
+                    or any(group.reduction.unreduced.partial for group in state.groups)
                 )
             ]
         )
@@ -422,7 +422,7 @@ def _weights_have_changed(state: FSDPState) -> LifecycleError:
 
 def _has_products(state: FSDPState) -> bool:
     """Whether backward has written gradients of the state that have not been sent off."""
-    return any(group.reducer.has_products for group in state.groups)
+    return any(group.reduction.has_products for group in state.groups)
 
 
 def _is_first(calls: Sequence[Call[FSDPState]]) -> bool:

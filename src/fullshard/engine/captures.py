@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import UsageError
 from fullshard.mesh.backends import backend_of
+from fullshard.transport.staged import comm_of
 from fullshard.transport.streams import comm_contexts, is_capturing
+from fullshard.transport.transports import Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.runtime import Runtime
@@ -85,7 +87,7 @@ def obstacles_to_capture(groups: Iterable[FSDPParamGroup]) -> list[str]:
                 f"{group.name}: its shards are in host memory (CPU offload), and the host waits for them"
             ] = None
         info = group.mesh_info
-        settings = group.reducer.settings
+        settings = group.reduction.settings
         for process_group in (
             info.shard_peers,
             info.replicate_process_group,
@@ -98,9 +100,10 @@ def obstacles_to_capture(groups: Iterable[FSDPParamGroup]) -> list[str]:
                 found[
                     f"{group.name}: its collectives run on {backend.name}, and the host waits for them"
                 ] = None
-        for comm in (group.all_gathers.custom, settings.custom):
+        for comm in (group.all_gathers.custom, settings.transport):
             if comm is not None and not comm.capturable:
+                name = type(comm_of(comm) if isinstance(comm, Transport) else comm).__name__
                 found[
-                    f"{group.name}: the comm object {type(comm).__name__} says that it cannot (capturable = False)"
+                    f"{group.name}: the comm object {name} says that it cannot (capturable = False)"
                 ] = None
     return list(found)

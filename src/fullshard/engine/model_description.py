@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.ownership import names_in_common
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.reduce_settings import ReduceSettings
+from fullshard.engine.reduction_settings import ReduceSettings
 from fullshard.engine.state import FSDPState
 from fullshard.errors import ConfigurationError
 from fullshard.layout.segments import Division
@@ -41,6 +41,7 @@ from fullshard.mesh.axes import DataParallelAxes, ranks_by_replica
 from fullshard.mesh.backends import has_imagined_ranks, has_peers
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.storage.param import FSDPParam
+from fullshard.transport.staged import comm_of
 
 Section = dict[str, str]
 Description = dict[str, Section]
@@ -224,7 +225,7 @@ def _section(group: FSDPParamGroup, name: str, mesh: str, param_names: Sequence[
     }
     for option, text in _policy(group.mp_policy):
         section[f"{option} of {name}"] = text
-    for option, text in _reduction(group.reducer.settings, group.mesh_info).items():
+    for option, text in _reduction(group.reduction.settings, group.mesh_info).items():
         section[f"{option} of {name}"] = text
     for param, slot, param_name in zip(group.params, group.layout.slots, param_names, strict=True):
         section[param_name] = str(param.shape)
@@ -259,7 +260,7 @@ def _reduction(settings: ReduceSettings, axes: DataParallelAxes) -> Section:
         else str(settings.divide_by),
         "force_sum": str(settings.force_sum),
         "reduce_scatter_unused_params": str(settings.zero_unused),
-        "reduce-scatter": _class_of(settings.custom),
+        "reduce-scatter": _class_of(comm_of(settings.transport)),
         "process group of reductions": "its own" if separate else "that of gathers",
         "communication hook": "none" if settings.replacement is None else "set",
         "all-reduce hook": "none" if settings.hook is None else "set",

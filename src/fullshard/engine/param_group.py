@@ -8,8 +8,8 @@ it back. Its verbs stand in the order in which one step uses them:
     use_sharded_params   the sharded parameters are back on their modules, the gathered memory is kept
     reshard              ... and the gathered memory is released
 
-`sharded_state` has the states in between, and the table of what may follow what. Gradients are the reducer's
-(`reducer`, a `GradientReducer`).
+`sharded_state` has the states in between, and the table of what may follow what. Gradients are those of
+`reduction`, a `Reduction`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fullshard import torch_border
 from fullshard.divergence.journal import tag
 from fullshard.engine import known_groups
 from fullshard.engine.all_gather import AllGatherState, GroupAllGather, UnshardedInPlace
-from fullshard.engine.gradient_reducer import GradientReducer
 from fullshard.engine.group_all_gathers import GroupAllGathers
 from fullshard.engine.model_changes import CHANGES
+from fullshard.engine.reduction import Reduction
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.errors import ConfigurationError
 from fullshard.mesh.axes import DataParallelAxes
@@ -38,6 +38,7 @@ from fullshard.storage.shard_storage import ShardStorage
 from fullshard.storage.sharded_params import ShardedParam
 from fullshard.transport import comm_objects
 from fullshard.transport.observer import Observed, StepObserver
+from fullshard.transport.staged import Staged
 from fullshard.transport.streams import FSDPCommContext
 
 _SERIAL_NUMBERS = itertools.count()
@@ -90,7 +91,7 @@ class FSDPParamGroup:
         self.all_gathers = GroupAllGathers(
             self.params, self.shards, mesh_info, device, shard_format, post_forward_size
         )
-        self.reducer = GradientReducer(
+        self.reduction = Reduction(
             self.params,
             self.layout,
             mesh_info,
@@ -137,7 +138,7 @@ class FSDPParamGroup:
         self.drop_unsharded_params()
         CHANGES.note()
         compute_dtypes = self.all_gathers.derive_dtypes(self.mp_policy)
-        self.reducer.derive_dtypes(self.mp_policy, compute_dtypes)
+        self.reduction.derive_dtypes(self.mp_policy, compute_dtypes)
 
     @torch.no_grad()
     def _notice_attributes(self) -> None:
@@ -146,7 +147,7 @@ class FSDPParamGroup:
         Before: any state. After: if there is something new, SHARDED.
         """
         late = self.all_gathers.late_extensions()
-        if late is None and not self.reducer.has_other_grad_dtypes():
+        if late is None and not self.reduction.dtypes.are_outdated:
             return
         self.reshard()
         if late is not None:
@@ -176,9 +177,16 @@ class FSDPParamGroup:
             CHANGES.note()
             self.all_gathers.forget()
 
+    def set_custom_reduce_scatter(self, comm: comm_objects.ReduceScatter | None) -> None:
+        """Reduce with a comm object from the next reduction on; None for the process group's own collectives."""
+        over = self.reduction.settings.process_group or self.mesh_info.shard_process_group
+        assert over is not None, "what is not sharded is not reduce-scattered"
+        transport = None if comm is None else Staged(comm, over, self.device)
+        self.change_reduction(transport=transport)
+
     def change_reduction(self, **changes: Any) -> None:
         """Change settings of how gradients are reduced, from the next reduction on."""
-        self.reducer.settings = replace(self.reducer.settings, **changes)
+        self.reduction.settings = replace(self.reduction.settings, **changes)
         if changes.keys() != {"all_reduce"}:  # differs from one microbatch to the next
             CHANGES.note()
 
@@ -271,7 +279,7 @@ class FSDPParamGroup:
         """On the all-gather stream: the full parameters are complete."""
         self._released_event = context.new_event()
         """On the compute stream: the last read of the gathered memory."""
-        self.reducer.connect(context, self, in_tags)
+        self.reduction.connect(context, self, in_tags)
 
     @property
     def context(self) -> FSDPCommContext:
@@ -469,7 +477,7 @@ class FSDPParamGroup:
             for member in () if gathers.unbuffered is None else gathers.unbuffered.members:
                 assert member.full is not None, "the gather has been finished"
                 member.param.make_unsharded_param(member.full)
-            self.reducer.choose_unreduced_dtypes()
+            self.reduction.dtypes.choose_for_unsharded()
         self._watch_gradients()
         self._param_swap = ParamSwap(self.params)
         self._writes = UnshardedWrites(self.shards.buffered, gathers.from_shards.params)
@@ -492,7 +500,7 @@ class FSDPParamGroup:
         for param in self.params:
             if param.sharded_param is sharded_param:
                 param.set_trainable(trainable)
-        self.reducer.forget_buffer()
+        self.reduction.forget_buffer()
         self._watch_gradients()
 
     def _watch_gradients(self) -> None:
@@ -626,7 +634,7 @@ class FSDPParamGroup:
     def tell_memory(self, observer: StepObserver) -> None:
         """Tell a new observer what the group holds now."""
         observer.memory_of_gathers(self)
-        self.reducer.tell_memory(observer)
+        self.reduction.tell_memory(observer)
 
     @property
     def weight_version(self) -> int:

@@ -131,7 +131,9 @@ class Runtime:
         for group in (group for state in self.states for group in state.groups):
             model = models.get(group.mesh_info.shard_peers, "")
             group.gather_tag = tag(group.gather_tag.text + model)
-            group.reducer.tell_apart(model, models.get(group.mesh_info.replicate_process_group, ""))
+            group.reduction.tell_apart(
+                model, models.get(group.mesh_info.replicate_process_group, "")
+            )
 
     def hand_over(self, states: Collection[FSDPState]) -> None:
         """Let another root have these of our states: a model was wrapped again, or one of its parts ran first.
@@ -206,7 +208,7 @@ class Runtime:
             for group in state.groups:
                 group.drop_gather()
                 group.reshard()
-                group.reducer.drop()
+                group.reduction.drop()
         self.schedule.abandon_forward()
         if together:
             self.schedule = Schedule()

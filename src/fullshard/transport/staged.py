@@ -33,6 +33,10 @@ class Staged(Transport):
         """Return memory of the comm object."""
         return self.comm.allocate((numel,), dtype=dtype, device=self.device)
 
+    def moved_to(self, group: ProcessGroup) -> Staged:
+        """Return a transport with the comm object over another group, or one of its kind."""
+        return Staged(self.comm.moved_to(group), group, self.device)
+
     def release(self, tensor: Tensor) -> None:
         """Give memory back to the comm object."""
         self.comm.release(tensor)
@@ -63,6 +67,11 @@ class Staged(Transport):
         with calling(self.group, tag):
             work = comm(as_real(output), as_real(packed), self.group, op, async_op=async_op)
             return _checked(comm, work)
+
+
+def comm_of(transport: Transport | None) -> object:
+    """Return the comm object that a transport is over; without one, the transport itself."""
+    return transport.comm if isinstance(transport, Staged) else transport
 
 
 def _checked(comm: Comm, work: object) -> Work | None:

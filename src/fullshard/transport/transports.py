@@ -48,6 +48,10 @@ class Transport(ABC):
     def release(self, tensor: Tensor) -> None:  # noqa: B027 (memory that is dropped is given back)
         """Take back what `allocate` returned; the stream it was allocated on is ordered after its last use."""
 
+    def moved_to(self, group: ProcessGroup) -> Transport:
+        """Return a transport of the same kind over another group."""
+        return type(self)(group, self.device)
+
     @abstractmethod
     def gather(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: Tag, *, async_op: bool
