@@ -18,10 +18,11 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from fullshard import MixedPrecisionPolicy
+from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.divergence.journal import journal_of
 from fullshard.engine.reduction import ReduceEvents, Reduction
 from fullshard.engine.reduction_settings import DivideRule, divide_rule
+from fullshard.engine.state import state_of
 from fullshard.engine.unreduced_gradients import gradients_were_cleared
 from fullshard.layout.placement import ParamPlacement
 from fullshard.mesh.axes import sharding_mesh_info
@@ -30,6 +31,7 @@ from fullshard.storage.reduce_buffer import ReduceBuffer
 from fullshard.storage.shard_formats import RowFormat
 from fullshard.storage.shard_storage import ShardStorage
 from fullshard.storage.sharded_params import ParamModuleInfo
+from fullshard.transport.observer import StepObserver
 from fullshard.transport.streams import FSDPCommContext
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
@@ -611,3 +613,48 @@ def test_a_buffer_is_made_anew_when_dtypes_change_and_not_otherwise() -> None:
         group.reduce_now(1.0, 1.0, 1.0)
         second = group.buffer()
         assert second is not None and first is not None and second.nbytes > first.nbytes
+
+
+# --- gradients are final ----------------------------------------------------------------------------
+
+
+class Final(StepObserver):
+    """Copies the sharded gradients of a group when they are final."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, list[Tensor | None]] = {}
+
+    def gradients_final(self, group: Any, event: Any) -> None:
+        assert event is None, "the host has waited"
+        grads = [each.param.grad for each in group.sharded_params]
+        self.told[group.name] = [None if g is None else g.to_local().clone() for g in grads]
+
+
+def observers_see_the_gradients_that_backward_leaves(replicas: int) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5))
+    sizes = (dist.get_world_size(),) if replicas == 1 else (replicas, 1)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model(x).sum().backward()
+    state: Any = state_of(model)
+    for is_reduced in (True, False, True):  # gradients of all backwards are added up
+        observer = state.runtime.context.observer = Final()
+        model.set_requires_all_reduce(is_reduced)
+        model(x).sum().backward()
+        groups = [group for each in state.runtime.states for group in each.groups]
+        expected = {
+            group.name: [p.param.grad.to_local() for p in group.sharded_params] for group in groups
+        }
+        assert len(expected) == 2
+        if is_reduced or replicas == 1:
+            assert_equal(observer.told, expected)
+        else:
+            assert not observer.told, "partial sums wait for replicas"
+
+
+def test_observers_are_told_when_gradients_are_final(world) -> None:
+    world(2).run(observers_see_the_gradients_that_backward_leaves, 1)
+    world(2).run(observers_see_the_gradients_that_backward_leaves, 2)

@@ -23,7 +23,6 @@ from fullshard.errors import CommunicationError
 from fullshard.mesh.backends import backend_named
 from fullshard.transport import collectives, comm_objects, staged, transports
 from fullshard.transport.comm_objects import DefaultAllGather, DefaultReduceScatter, SymmetricPool
-from fullshard.transport.staged import comm_of
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder
@@ -214,13 +213,11 @@ def only_gathers_without_sums() -> None:
         symmetric_memory(model)
         for group in groups_of(model):
             assert isinstance(group.all_gathers.custom, comm_objects.SymmetricAllGather)
-            assert group.reduction.settings.transport is None
+            assert group.reduction.settings.custom is None
         before = groups_of(model)[0].all_gathers.custom
         symmetric_memory_for_reductions_too(model)  # a second call adds what is now possible
         for group in groups_of(model):
-            assert isinstance(
-                comm_of(group.reduction.settings.transport), comm_objects.SymmetricReduceScatter
-            )
+            assert isinstance(group.reduction.settings.custom, comm_objects.SymmetricReduceScatter)
         assert groups_of(model)[0].all_gathers.custom is before
 
 

@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import UsageError
 from fullshard.mesh.backends import backend_of
-from fullshard.transport.staged import comm_of
 from fullshard.transport.streams import comm_contexts, is_capturing
-from fullshard.transport.transports import Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.runtime import Runtime
@@ -100,10 +98,9 @@ def obstacles_to_capture(groups: Iterable[FSDPParamGroup]) -> list[str]:
                 found[
                     f"{group.name}: its collectives run on {backend.name}, and the host waits for them"
                 ] = None
-        for comm in (group.all_gathers.custom, settings.transport):
+        for comm in (group.all_gathers.custom, settings.custom):
             if comm is not None and not comm.capturable:
-                name = type(comm_of(comm) if isinstance(comm, Transport) else comm).__name__
                 found[
-                    f"{group.name}: the comm object {name} says that it cannot (capturable = False)"
+                    f"{group.name}: the comm object {type(comm).__name__} says that it cannot (capturable = False)"
                 ] = None
     return list(found)

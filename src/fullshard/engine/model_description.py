@@ -41,7 +41,6 @@ from fullshard.mesh.axes import DataParallelAxes, ranks_by_replica
 from fullshard.mesh.backends import has_imagined_ranks, has_peers
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.storage.param import FSDPParam
-from fullshard.transport.staged import comm_of
 
 Section = dict[str, str]
 Description = dict[str, Section]
@@ -260,7 +259,7 @@ def _reduction(settings: ReduceSettings, axes: DataParallelAxes) -> Section:
         else str(settings.divide_by),
         "force_sum": str(settings.force_sum),
         "reduce_scatter_unused_params": str(settings.zero_unused),
-        "reduce-scatter": _class_of(comm_of(settings.transport)),
+        "reduce-scatter": _class_of(settings.custom),
         "process group of reductions": "its own" if separate else "that of gathers",
         "communication hook": "none" if settings.replacement is None else "set",
         "all-reduce hook": "none" if settings.hook is None else "set",

@@ -40,6 +40,7 @@ from fullshard.transport import comm_objects
 from fullshard.transport.observer import Observed, StepObserver
 from fullshard.transport.staged import Staged
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.transports import Transport
 
 _SERIAL_NUMBERS = itertools.count()
 
@@ -179,9 +180,15 @@ class FSDPParamGroup:
 
     def set_custom_reduce_scatter(self, comm: comm_objects.ReduceScatter | None) -> None:
         """Reduce with a comm object from the next reduction on; None for the process group's own collectives."""
-        over = self.reduction.settings.process_group or self.mesh_info.shard_process_group
-        assert over is not None, "what is not sharded is not reduce-scattered"
-        transport = None if comm is None else Staged(comm, over, self.device)
+        if comm is None:
+            self.reduce_with(None)
+            return
+        process_group = self.reduction.settings.process_group or self.mesh_info.shard_process_group
+        assert process_group is not None, "what is not sharded is not reduce-scattered"
+        self.reduce_with(Staged(comm, process_group, self.device))
+
+    def reduce_with(self, transport: Transport | None) -> None:
+        """Reduce by a transport over the group's ranks from the next reduction on; None for the process group's own collectives."""
         self.change_reduction(transport=transport)
 
     def change_reduction(self, **changes: Any) -> None:

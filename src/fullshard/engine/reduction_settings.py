@@ -75,6 +75,11 @@ class ReduceSettings:
     """Whether gradients that go to host memory go to page-locked memory."""
 
     @property
+    def custom(self) -> Any:
+        """The user's comm object or transport; None for the process group's own collectives."""
+        return None if self.transport is None else self.transport.identity
+
+    @property
     def active_fraction(self) -> float:
         """Divisor of a reduced gradient besides the number of ranks; 1 if the user has chosen what sums are divided by."""
         return 1.0 if self.active is None or self.divide_by is not None else self.active.fraction

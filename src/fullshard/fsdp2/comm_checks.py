@@ -12,7 +12,6 @@ from fullshard.transport.comm_objects import (
     SymmetricAllGather,
     SymmetricReduceScatter,
 )
-from fullshard.transport.staged import comm_of
 
 _STAGED_BY: dict[str, tuple[type, ...]] = {
     "set_allocate_memory_from_process_group_for_comm": (
@@ -37,7 +36,7 @@ def check_comms_can_be_chosen(state: FSDPState, label: str, method: str) -> None
     present = [
         comm
         for group in state.groups
-        for comm in (group.all_gathers.custom, comm_of(group.reduction.settings.transport))
+        for comm in (group.all_gathers.custom, group.reduction.settings.custom)
         if comm is not None
     ]
     for other, classes in _STAGED_BY.items():
@@ -73,7 +72,7 @@ def check_reduce_scatters(state: FSDPState, label: str, method: str) -> None:
 def reduces_in_symmetric_memory(state: FSDPState) -> bool:
     """Return whether the reduce-scatters of a state are staged in symmetric memory."""
     return any(
-        isinstance(comm_of(group.reduction.settings.transport), SymmetricReduceScatter)
+        isinstance(group.reduction.settings.custom, SymmetricReduceScatter)
         for group in state.groups
     )
 

@@ -416,7 +416,7 @@ class FSDPModule(torch_border.ConvertibleModule):
                 own = twin_group(shared) if enable else shared
                 transport = group.reduction.settings.transport
                 if transport is not None:
-                    transport = transport.moved_to(own)
+                    transport = transport.over(own)
                 group.change_reduction(process_group=own, transport=transport)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:

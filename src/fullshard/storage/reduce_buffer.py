@@ -3,15 +3,15 @@
     segment after segment   | weight: rank 0, rank 1, .. | bias: rank 0, rank 1, .. |     one message per segment
     row after row           | rank 0: weight, bias | rank 1: weight, bias | ..            one message, a row per rank
 
-`arrangement` decides how gradients lie. An order of the memory, and what may be added to it:
+`arrangement` decides how gradients lie: in one of three orders, and in two ways that come on top:
 
-| | when | filled by | read by | memory goes back | test |
+| gradients lie | when | filled by | read by | memory goes back | test |
 |---|---|---|---|---|---|
-| SEGMENTS | the rule: one call of the backend takes many messages, and one kernel copies all gradients | compute: one cast-copy; in a captured step the reduce-scatter stream, if small | reduce-scatter | when compute has waited for the read | gradients_lie_segment_after_segment |
-| ROWS | on the CPU, whose backend carries each message by itself; small pieces with a `wire_dtype`, as no backend coalesces exchanges | compute, cut by rank | reduce-scatter or exchange | the same | gradients_lie_row_after_row |
-| FLAT | segments of the wrapper, each row after row by itself; all of them always travel | as SEGMENTS | reduce-scatter or exchange | the same | gradients_lie_flat |
-| staged | a transport that is not `in_place`: a comm object | compute copies the messages once more, row after row | the transport | the buffer as ever; the transport's memory is released with it | gradients_are_staged |
-| written | `fuse_gradients`: then never ROWS, as a product is written in one piece | backward, and compute for other gradients | reduce-scatter | taken at the first product; given back as ever | gradients_are_written_by_backward |
+| SEGMENTS | the rule: a backend takes many messages in a call, one kernel copies all gradients | compute; small ones of a captured step by the reduce-scatter stream | reduce-scatter | when compute has waited for the read | `gradients_lie_segment_after_segment` |
+| ROWS | on the CPU, where each message of a call is sent by itself; for a `wire_dtype` if pieces are small, as no backend coalesces exchanges | compute, cut by rank | reduce-scatter, exchange | as above | `gradients_lie_row_after_row` |
+| FLAT | segments of the wrapper, each row after row by itself; all of them always travel | as SEGMENTS | reduce-scatter, exchange | as above | `gradients_lie_flat` |
+| staged | besides, for a transport that is not in place: a comm object | compute copies messages once more, row after row | the transport | as above; the transport's is released after it | `gradients_are_staged` |
+| written | besides, with `fuse_gradients`, and then not as ROWS, since a product is one piece | backward; compute adds other gradients | as above | as above; taken at the first product | `gradients_are_written_by_backward` |
 
 This file is arithmetic and views. It calls no collective and knows no stream, and a step reads what it has planned:
 `reduction` fills a buffer once per reduction.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +30,18 @@ class Staged(Transport):
         self.comm = comm
         self.recycles, self.capturable = comm.recycles, comm.capturable
 
+    @property
+    def identity(self) -> Any:
+        """The comm object."""
+        return self.comm
+
+    def over(self, group: ProcessGroup) -> Transport:
+        """Return the same with the comm object for another group."""
+        return Staged(self.comm.moved_to(group), group, self.device)
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory of the comm object."""
         return self.comm.allocate((numel,), dtype=dtype, device=self.device)
-
-    def moved_to(self, group: ProcessGroup) -> Staged:
-        """Return a transport with the comm object over another group, or one of its kind."""
-        return Staged(self.comm.moved_to(group), group, self.device)
 
     def release(self, tensor: Tensor) -> None:
         """Give memory back to the comm object."""
@@ -67,11 +73,6 @@ class Staged(Transport):
         with calling(self.group, tag):
             work = comm(as_real(output), as_real(packed), self.group, op, async_op=async_op)
             return _checked(comm, work)
-
-
-def comm_of(transport: Transport | None) -> object:
-    """Return the comm object that a transport is over; without one, the transport itself."""
-    return transport.comm if isinstance(transport, Staged) else transport
 
 
 def _checked(comm: Comm, work: object) -> Work | None:

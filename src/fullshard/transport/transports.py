@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,16 +41,21 @@ class Transport(ABC):
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
 
+    @property
+    def identity(self) -> Any:
+        """What tells it from others of the user's choice, and names it by its class."""
+        return self
+
+    def over(self, group: ProcessGroup) -> Transport:
+        """Return the same way between the ranks of another group."""
+        return type(self)(group, self.device)
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for a message, on the stream that fills it."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def release(self, tensor: Tensor) -> None:  # noqa: B027 (memory that is dropped is given back)
         """Take back what `allocate` returned; the stream it was allocated on is ordered after its last use."""
-
-    def moved_to(self, group: ProcessGroup) -> Transport:
-        """Return a transport of the same kind over another group."""
-        return type(self)(group, self.device)
 
     @abstractmethod
     def gather(
