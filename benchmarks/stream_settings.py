@@ -504,7 +504,7 @@ def with_comms(gather: Any, scatter: Any, **options: Any) -> None:
         for group in states[module].groups:
             group.set_custom_all_gather(gather)
             if scatter is not None:
-                group.change_reduction(custom=scatter)
+                group.set_custom_reduce_scatter(scatter)
     train(model, microbatches=2)
 
 

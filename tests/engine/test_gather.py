@@ -390,7 +390,7 @@ def test_an_observer_is_told_of_gathers_aside_of_a_step() -> None:
         state = state_of(model[0])
         assert state is not None
         context = state.groups[0].context
-        context.observer = aside = Aside()
+        context.observe(aside := Aside())
         model(torch.ones(2, 4)).sum().backward()
         assert aside.names == []
         model[1].unshard()
@@ -405,7 +405,7 @@ def test_full_parameters_are_gathered_aside() -> None:
         model = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=True)
         model(torch.ones(2, 4)).sum().backward()
         (group,) = groups_of(model.parameters())
-        group.context.observer = aside = Aside()
+        group.context.observe(aside := Aside())
         with FullyShardedDataParallel.summon_full_params(model):
             assert aside.names == [group.name]
 

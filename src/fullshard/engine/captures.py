@@ -100,7 +100,7 @@ def obstacles_to_capture(groups: Iterable[FSDPParamGroup]) -> list[str]:
                 f"{group.name}: its shards are in host memory (CPU offload), and the host waits for them"
             ] = None
         info = group.mesh_info
-        settings = group.reducer.settings
+        settings = group.reduction.settings
         for process_group in (
             info.shard_peers,
             info.replicate_process_group,

@@ -207,7 +207,7 @@ def gather_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
     pieces = [
         torch.zeros(
             segment.piece_numel,
-            dtype=group.reducer.gradient_dtypes[segment.params[0]],
+            dtype=group.reduction.dtypes.gradient[segment.params[0]],
             device=group.shard_device,
         )
         for segment in layout.segments

@@ -8,8 +8,8 @@ it back. Its verbs stand in the order in which one step uses them:
     use_sharded_params   the sharded parameters are back on their modules, the gathered memory is kept
     reshard              ... and the gathered memory is released
 
-`sharded_state` has the states in between, and the table of what may follow what. Gradients are the reducer's
-(`reducer`, a `GradientReducer`).
+`sharded_state` has the states in between, and the table of what may follow what. Gradients are those of
+`reduction`, a `Reduction`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fullshard import torch_border
 from fullshard.divergence.journal import tag
 from fullshard.engine import known_groups
 from fullshard.engine.gather import Gather
-from fullshard.engine.gradient_reducer import GradientReducer
 from fullshard.engine.model_changes import CHANGES
+from fullshard.engine.reduction import Reduction
 from fullshard.engine.routes import Routes
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.errors import ConfigurationError
@@ -94,7 +94,7 @@ class FSDPParamGroup:
             self.params, self.shards, mesh_info, device, shard_format, post_forward_size
         )
         self.gather = Gather(self.routes)
-        self.reducer = GradientReducer(
+        self.reduction = Reduction(
             self.params,
             self.layout,
             mesh_info,
@@ -137,7 +137,7 @@ class FSDPParamGroup:
         self.drop_unsharded_params()
         CHANGES.note()
         compute_dtypes = self.routes.derive_dtypes(self.mp_policy)
-        self.reducer.derive_dtypes(self.mp_policy, compute_dtypes)
+        self.reduction.derive_dtypes(self.mp_policy, compute_dtypes)
 
     @torch.no_grad()
     def _notice_attributes(self) -> None:
@@ -146,7 +146,7 @@ class FSDPParamGroup:
         Before: any state. After: if there is something new, SHARDED.
         """
         late = self.routes.late_extensions()
-        if late is None and not self.reducer.has_other_grad_dtypes():
+        if late is None and not self.reduction.dtypes.are_outdated:
             return
         self.reshard()
         if late is not None:
@@ -190,9 +190,22 @@ class FSDPParamGroup:
         CHANGES.note()
         self.routes.forget()
 
+    def set_custom_reduce_scatter(self, comm: comm_objects.ReduceScatter | None) -> None:
+        """Reduce with a comm object from the next reduction on; None for the process group's own collectives."""
+        if comm is None:
+            self.reduce_with(None)
+            return
+        process_group = self.reduction.settings.process_group or self.mesh_info.shard_process_group
+        assert process_group is not None, "what is not sharded is not reduce-scattered"
+        self.reduce_with(Staged(comm, process_group, self.device))
+
+    def reduce_with(self, transport: Transport | None) -> None:
+        """Reduce by a transport over the group's ranks from the next reduction on; None for the process group's own collectives."""
+        self.change_reduction(transport=transport)
+
     def change_reduction(self, **changes: Any) -> None:
         """Change settings of how gradients are reduced, from the next reduction on."""
-        self.reducer.settings = replace(self.reducer.settings, **changes)
+        self.reduction.settings = replace(self.reduction.settings, **changes)
         if changes.keys() != {"all_reduce"}:  # differs from one microbatch to the next
             CHANGES.note()
 
@@ -281,7 +294,7 @@ class FSDPParamGroup:
         self.name = name
         self.gather_tag = tag(f"all-gather of {in_tags}")
         self.gather.connect(context)
-        self.reducer.connect(context, self, in_tags)
+        self.reduction.connect(context, self, in_tags)
 
     @property
     def context(self) -> FSDPCommContext:
@@ -428,7 +441,7 @@ class FSDPParamGroup:
             for member in () if route.beside is None else route.beside.members:
                 assert member.full is not None, "the gather has been finished"
                 member.param.make_unsharded_param(member.full)
-            self.reducer.choose_unreduced_dtypes()
+            self.reduction.dtypes.choose_for_unsharded()
         self._watch_gradients()
         self._param_swap = ParamSwap(self.params)
         self._writes = UnshardedWrites(buffered, route.codec.params)
@@ -451,7 +464,7 @@ class FSDPParamGroup:
         for param in self.params:
             if param.sharded_param is sharded_param:
                 param.set_trainable(trainable)
-        self.reducer.forget_buffer()
+        self.reduction.forget_buffer()
         self._watch_gradients()
 
     def _watch_gradients(self) -> None:
@@ -566,7 +579,7 @@ class FSDPParamGroup:
     def tell_memory(self, observer: StepObserver) -> None:
         """Tell a new observer what the group holds now."""
         observer.memory_of_gathers(self)
-        self.reducer.tell_memory(observer)
+        self.reduction.tell_memory(observer)
 
     @property
     def weight_version(self) -> int:

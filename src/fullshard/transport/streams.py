@@ -40,7 +40,7 @@ class Event(Protocol):
 
 
 class InFlight(Protocol):
-    """A reduction that has been issued and is not finished: `reduce_scatter.ReduceScatterState`.
+    """A reduction that has been issued and is not finished: `reduction.ReductionInFlight`.
 
     Both methods are called on the compute stream, `finish_input` first.
     """
