@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard.layout.segments
-from fullshard.divergence.journal import tag
 from fullshard.engine.all_gather import GroupAllGather, Messages, UnshardedInPlace, all_gather_full
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.layout.segments import Layout, flat_layout, per_row_layout
 from fullshard.storage.buffers import FlatShard, ShardBuffer, UploadBuffer, shard_of
 from fullshard.torch_border import below_autograd
 from fullshard.transport.comm_objects import DefaultAllGather
+from fullshard.transport.tags import tag
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.param_groups import make_group

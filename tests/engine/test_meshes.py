@@ -31,10 +31,10 @@ from fullshard import (
     fully_shard,
     replicate,
 )
-from fullshard.divergence.journal import Tag
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.mesh import axes as mesh
 from fullshard.transport import collectives
+from fullshard.transport.tags import Tag
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import ModelOptions, make_decoder
 from tests.helpers.training import (

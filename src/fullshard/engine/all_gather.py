@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from fullshard import torch_border
-from fullshard.divergence.journal import Tag
 from fullshard.layout.segments import Layout, gathers_in_place
 from fullshard.storage.buffers import (
     FlatShard,
@@ -32,6 +31,7 @@ from fullshard.transport import collectives
 from fullshard.transport.comm_objects import AllGather
 from fullshard.transport.observer import Observed
 from fullshard.transport.staged import Staged
+from fullshard.transport.tags import Tag
 from fullshard.transport.transports import Coalesced, Transport
 
 SMALL = 32 * 2**20

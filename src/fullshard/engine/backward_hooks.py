@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from fullshard import torch_border
-from fullshard.divergence.journal import POSITION
 from fullshard.engine import captures, fused_linear
 from fullshard.engine.known_groups import group_without_memory, groups_of
 from fullshard.engine.schedule import Call
 from fullshard.errors import LifecycleError
 from fullshard.storage.param import FSDPParam
 from fullshard.storage.sharded_params import group_of
+from fullshard.transport.monitor import monitor
 from fullshard.transport.streams import comm_contexts
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run_backward(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
         gradients = run(*args, **options)
     except BaseException as error:
-        POSITION.note_exception(error)
+        monitor().exception_left(error)
         captures.end_failed_pass()
         if not isinstance(error, RuntimeError):
             raise

@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 
 from fullshard import torch_border
-from fullshard.divergence.journal import POSITION
 from fullshard.engine import backward_hooks, captures
 from fullshard.engine.schedule import BackwardGraphs, Call, has_left
 from fullshard.engine.state import FSDPState
 from fullshard.engine.training_state import TrainingState
 from fullshard.errors import LifecycleError
 from fullshard.storage.param import FSDPParam
+from fullshard.transport.monitor import POSITION
 
 if TYPE_CHECKING:
     from fullshard.engine.runtime import Runtime

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import torch_border
-from fullshard.divergence.journal import POSITION
 from fullshard.engine import backward_hooks, captures
 from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.runtime import Runtime
@@ -35,6 +34,7 @@ from fullshard.engine.tensor_trees import (
 )
 from fullshard.errors import LifecycleError
 from fullshard.storage import mixed_tensors
+from fullshard.transport.monitor import monitor
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -208,7 +208,7 @@ def _note_exception(state: FSDPState, runtime: Runtime, error: BaseException) ->
     if torch_border.backward_pass_id() != -1:
         return
     if state is runtime.root or runtime.root.call is None:
-        POSITION.note_exception(error)
+        monitor().exception_left(error)
         captures.end_failed_pass()
 
 

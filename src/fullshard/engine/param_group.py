@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from fullshard import torch_border
-from fullshard.divergence.journal import tag
 from fullshard.engine import known_groups
 from fullshard.engine.all_gather import AllGatherState, GroupAllGather, UnshardedInPlace
 from fullshard.engine.gradient_reducer import GradientReducer
@@ -39,6 +38,7 @@ from fullshard.storage.sharded_params import ShardedParam
 from fullshard.transport import comm_objects
 from fullshard.transport.observer import Observed, StepObserver
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.tags import tag
 
 _SERIAL_NUMBERS = itertools.count()
 

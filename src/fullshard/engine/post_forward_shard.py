@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fullshard.divergence.journal import journal_of, tag
-from fullshard.divergence.meetings import meet
 from fullshard.engine.all_gather import GroupAllGather
 from fullshard.layout.segments import Layout
 from fullshard.mesh.axes import block_group
 from fullshard.mesh.backends import backend_of
 from fullshard.storage.buffers import ShardBuffer, shard_of
 from fullshard.transport import comm_objects
+from fullshard.transport.monitor import monitor
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.tags import tag
 
 _MAKING_GROUPS = tag("making of process groups for shards after forward")
 
@@ -89,11 +89,10 @@ class PostForwardShard:
         # Not earlier: making a process group is collective, and before the first forward ranks have not compared
         # whether all of them ask for one.
         backend = backend_of(self._shard_group, context.device)
-        meet(self._shard_group, _MAKING_GROUPS, backend)
+        told = monitor().of_group(self._shard_group, backend)
+        told.before(_MAKING_GROUPS)
         group = self.process_group = block_group(self._shard_group, layout.world)
-        guard = journal_of(self._shard_group).guard
-        if guard is not None:
-            guard.add(group, backend)
+        told.made(group, backend)
         rank = group.rank()
         if custom is not None:
             custom = custom.moved_to(group)  # it was made for the process group of all shards

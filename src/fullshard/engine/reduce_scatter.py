@@ -36,7 +36,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from fullshard import torch_border
-from fullshard.divergence.journal import Tag, tag
 from fullshard.engine.reduce_settings import UNDIVIDED, DivideRule, ReduceSettings, divide_rule
 from fullshard.engine.unreduced_gradients import UnreducedGradients
 from fullshard.mesh.axes import DataParallelAxes
@@ -53,6 +52,7 @@ from fullshard.transport.comm_objects import ReduceScatter
 from fullshard.transport.observer import Collective, Observed
 from fullshard.transport.staged import Staged
 from fullshard.transport.streams import Event, FSDPCommContext
+from fullshard.transport.tags import Tag, tag
 from fullshard.transport.transports import Coalesced, Exchanged, Transport
 from fullshard.transport.works import as_real
 

@@ -39,22 +39,17 @@ import weakref
 from collections.abc import Collection, Sequence
 
 import torch
-from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.divergence.journal import POSITION, journal_of, tag
 from fullshard.engine import captures, pipelines, process_hooks
-from fullshard.engine.active_dropout import warn_of_active_dropout
-from fullshard.engine.agreement import ModelAgreement
 from fullshard.engine.backward_passes import BackwardPasses
-from fullshard.engine.model_changes import CHANGES
-from fullshard.engine.model_description import process_groups
 from fullshard.engine.ownership import unmanaged_params
 from fullshard.engine.schedule import FORWARD, Call, Schedule
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState
 from fullshard.engine.training_state import TrainingState
 from fullshard.errors import ConfigurationError, LifecycleError
+from fullshard.transport.monitor import POSITION, monitor
 from fullshard.transport.streams import FSDPCommContext
 
 # Read on the hot path, where an enum's own lookup takes longer than what it decides.
@@ -75,7 +70,7 @@ class Runtime:
         self.context = context
         self.schedule: Schedule[FSDPState] = Schedule()
         self.backward = BackwardPasses(self)
-        self._agreement = ModelAgreement()
+        self._monitor = monitor().of_model()
         self._running: list[tuple[FSDPState, list[FSDPState]]] = []
         """Forwards now running, one inside the other, each with the states used within it so far: for `ObservedUse`."""
         self._reshard_later: FSDPState | None = None
@@ -86,8 +81,6 @@ class Runtime:
         """Whether modules or parameters may have joined the model since it was last checked."""
         self._has_run = False
         """Whether a forward has ended."""
-        self._may_have_dropout = True
-        """Whether nobody has looked yet for dropout that is active without gradients."""
         self.awaits_finalization = False
         """Whether passes have ended whose backward the user has not finalized."""
         self.num_resets = 0
@@ -111,27 +104,7 @@ class Runtime:
 
     def agree(self) -> None:
         """Compare the model with those of other ranks, if something has changed since they were compared."""
-        if self._agreement.changes_seen != CHANGES.count:
-            is_new = self._agreement.changes_seen < 0
-            self._agreement.renew(self.root, self.states, "forward")
-            if is_new:
-                self._tell_apart()
-
-    def _tell_apart(self) -> None:
-        """Let collectives be named after this model: others on the same process groups may have the same modules.
-
-        Ranks that run two such models in different orders would gather one model of the shards of both. All ranks of a
-        process group take part in the agreement on each of its models, so they number them alike.
-        """
-        models: dict[ProcessGroup | None, str] = {None: ""}
-        for process_group in process_groups(self.states):
-            journal = journal_of(process_group)
-            journal.models += 1
-            models[process_group] = f" (model {journal.models})" if journal.models > 1 else ""
-        for group in (group for state in self.states for group in state.groups):
-            model = models.get(group.mesh_info.shard_peers, "")
-            group.gather_tag = tag(group.gather_tag.text + model)
-            group.reducer.tell_apart(model, models.get(group.mesh_info.replicate_process_group, ""))
+        self._monitor.agree(self.root, self.states)
 
     def hand_over(self, states: Collection[FSDPState]) -> None:
         """Let another root have these of our states: a model was wrapped again, or one of its parts ran first.
@@ -280,17 +253,8 @@ class Runtime:
         self._begin_gathers(self.states)
         if self._tree_changed:
             self._check_tree()
-        if self._may_have_dropout and not torch.is_grad_enabled():
-            self._look_for_dropout()
-        self.agree()
+        self._monitor.forward_begins(self.root, self.states)
         self.schedule.begin_forward()
-
-    def _look_for_dropout(self) -> None:
-        """Warn once if a forward without gradients drops something: each rank would drop something else."""
-        root = self.root.modules[0]
-        if root.training and self._has_peers:
-            self._may_have_dropout = False
-            warn_of_active_dropout(root)
 
     @property
     def _has_peers(self) -> bool:

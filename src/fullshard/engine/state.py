@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fullshard.divergence import watchdog
 from fullshard.engine import backward_hooks
 from fullshard.engine.installed_full_params import InstalledFullParams
 from fullshard.engine.model_changes import CHANGES
@@ -74,7 +73,6 @@ class FSDPState:
         self.ignored: IgnoredParams = {} if ignored is None else ignored
         """Parameters below the modules that the user wants to be left alone."""
         self.set_name("")
-        watchdog.start()  # before the first forward: a rank may fail earlier, while others run theirs
         self.shared_context: FSDPCommContext | None = None
         """For a root: streams that it shares with other models."""
         self.runtime: Runtime | None = None
