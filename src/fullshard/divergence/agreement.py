@@ -26,7 +26,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -62,23 +61,10 @@ class ModelAgreement(ModelMonitor):
     def __init__(self) -> None:
         self._may_have_dropout = True
         """Whether dropout that is active without gradients has not been looked for yet."""
-        self._changes_seen = -1
-        """`CHANGES.count` when the ranks last agreed. As long as it is the same, there is nothing to compare."""
         self._agreed: dict[tuple[int, ...], str] = {}
         """By ranks, the description that they have in common."""
         self._places: dict[tuple[int, ...], str] = {}
         """By ranks, which one the model is of those with the same modules, in the order of sharding."""
-
-    def forward_begins(self, root: FSDPState, states: Sequence[FSDPState]) -> None:
-        """Agree, and warn once if a forward without gradients drops something: each rank would drop something else."""
-        if self._may_have_dropout and not torch.is_grad_enabled():
-            meshes = (group.mesh_info for state in states for group in state.groups)
-            if root.modules[0].training and any(
-                each.shard_mesh_size * each.replicate_mesh_size > 1 for each in meshes
-            ):
-                self._may_have_dropout = False
-                warn_of_active_dropout(root.modules[0])
-        self.agree(root, states)
 
     def agree(
         self, root: FSDPState, states: Sequence[FSDPState], occasion: str = "forward"
@@ -88,14 +74,23 @@ class ModelAgreement(ModelMonitor):
         Raises:
             DivergenceError: ranks differ, or a rank does not come.
         """
-        if self._changes_seen == CHANGES.count:
-            return
         watchdog.start()
-        is_new = self._changes_seen < 0
+        is_new = self.changes_seen < 0
         self._renew(root, states, occasion)
         # Before its first forward, a model has no collectives under a name of its own.
         if is_new and root.runtime is not None:
             _tell_apart(states)
+
+    def runs_without_gradients(self, root: FSDPState, states: Sequence[FSDPState]) -> None:
+        """Warn once if a forward without gradients drops something: each rank would drop something else."""
+        meshes = (group.mesh_info for state in states for group in state.groups)
+        if (
+            self._may_have_dropout
+            and root.modules[0].training
+            and any(each.shard_mesh_size * each.replicate_mesh_size > 1 for each in meshes)
+        ):
+            self._may_have_dropout = False
+            warn_of_active_dropout(root.modules[0])
 
     def _renew(self, root: FSDPState, states: Sequence[FSDPState], occasion: str) -> None:
         seen = CHANGES.count
@@ -118,7 +113,7 @@ class ModelAgreement(ModelMonitor):
             for ranks in descriptions:
                 bisect.insort(_used(ranks, states), _first_number(states))
         self._agreed = descriptions
-        self._changes_seen = seen
+        self.changes_seen = seen
 
     def _place(self, ranks: tuple[int, ...], states: Sequence[FSDPState]) -> str:
         """Return which one the model is of those with the same modules that ranks have used: "2 of 2".

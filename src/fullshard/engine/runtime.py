@@ -43,6 +43,7 @@ import torch
 from fullshard import torch_border
 from fullshard.engine import captures, pipelines, process_hooks
 from fullshard.engine.backward_passes import BackwardPasses
+from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.ownership import unmanaged_params
 from fullshard.engine.schedule import FORWARD, Call, Schedule
 from fullshard.engine.sharded_state import ShardedState
@@ -104,7 +105,8 @@ class Runtime:
 
     def agree(self) -> None:
         """Compare the model with those of other ranks, if something has changed since they were compared."""
-        self._monitor.agree(self.root, self.states)
+        if self._monitor.changes_seen != CHANGES.count:
+            self._monitor.agree(self.root, self.states)
 
     def hand_over(self, states: Collection[FSDPState]) -> None:
         """Let another root have these of our states: a model was wrapped again, or one of its parts ran first.
@@ -253,7 +255,9 @@ class Runtime:
         self._begin_gathers(self.states)
         if self._tree_changed:
             self._check_tree()
-        self._monitor.forward_begins(self.root, self.states)
+        if not torch.is_grad_enabled():
+            self._monitor.runs_without_gradients(self.root, self.states)
+        self.agree()
         self.schedule.begin_forward()
 
     @property

@@ -8,6 +8,7 @@ import torch
 
 from fullshard import torch_border
 from fullshard.engine.lazy_init import lazy_init
+from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import FSDPState
 from fullshard.transport.monitor import ModelMonitor, monitor
@@ -37,7 +38,8 @@ def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
     with torch_border.outside_transforms():
         if state.runtime is None:
             told = _MONITORS.get(state) or _MONITORS.setdefault(state, monitor().of_model())
-            told.agree(state, (state,), "unshard() before the first forward")
+            if told.changes_seen != CHANGES.count:
+                told.agree(state, (state,), "unshard() before the first forward")
             if len(state.modules) == 1 and torch.is_grad_enabled():
                 # Its parameters may be used without a forward of its own, and their gradients are to be reduced. A root
                 # around it takes it over in its first forward.

@@ -92,11 +92,14 @@ class GroupMonitor:
 class ModelMonitor:
     """What is told of one model: its outermost `FSDPState`, and all of them."""
 
-    def forward_begins(self, root: Any, states: Sequence[Any]) -> None:
-        """The forward of the root begins, and none of its collectives has been issued. May raise, on all ranks alike."""
+    changes_seen = -1
+    """`CHANGES.count` when the ranks last agreed. As long as it is the same, there is nothing to agree on."""
 
     def agree(self, root: Any, states: Sequence[Any], occasion: str = "forward") -> None:
-        """... or collectives are issued next for another ``occasion``."""
+        """The model has changed, and its collectives are issued next, for ``occasion``. May raise, on all ranks alike."""
+
+    def runs_without_gradients(self, root: Any, states: Sequence[Any]) -> None:
+        """A forward of the whole model begins, without gradients."""
 
 
 class Monitor:
