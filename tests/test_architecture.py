@@ -598,7 +598,7 @@ BREACHES: list[tuple[Callable[[Sequence[Source]], list[str]], str, str, str]] = 
     (wrong_way_imports, "fsdp2/fully_shard.py", "import fullshard", "fullshard,"),
     (
         wrong_way_imports,
-        "engine/runtime.py",
+        "engine/step.py",
         "from ..programs.train.loop import train",
         "fullshard.programs.train.loop.train",
     ),
@@ -666,13 +666,13 @@ BREACHES: list[tuple[Callable[[Sequence[Source]], list[str]], str, str, str]] = 
     ),
     (
         collectives_outside_transport,
-        "engine/runtime.py",
+        "engine/step.py",
         "from torch.distributed import broadcast as tell\ntell(x)",
         "torch.distributed.broadcast",
     ),
     (
         collectives_outside_transport,
-        "engine/runtime.py",
+        "engine/step.py",
         "import torch\ntorch.distributed.reduce(x, 0)",
         "torch.distributed.reduce",
     ),
@@ -689,12 +689,12 @@ BREACHES: list[tuple[Callable[[Sequence[Source]], list[str]], str, str, str]] = 
         "_allgather_base",
     ),
     (collectives_outside_transport, "storage/param.py", "self.param.full_tensor()", "full_tensor"),
-    (gradients_written_elsewhere, "engine/runtime.py", "x.y.grad = None", "writes .grad"),
-    (gradients_written_elsewhere, "engine/runtime.py", "a, x.grad = b", "writes .grad"),
-    (gradients_written_elsewhere, "engine/runtime.py", "x.grad += y", "writes .grad"),
-    (gradients_written_elsewhere, "engine/runtime.py", "del x.grad", "writes .grad"),
-    (gradients_written_elsewhere, "engine/runtime.py", "x.grad.zero_()", "writes .grad"),
-    (gradients_written_elsewhere, "engine/runtime.py", "setattr(x, 'grad', y)", "writes .grad"),
+    (gradients_written_elsewhere, "engine/step.py", "x.y.grad = None", "writes .grad"),
+    (gradients_written_elsewhere, "engine/step.py", "a, x.grad = b", "writes .grad"),
+    (gradients_written_elsewhere, "engine/step.py", "x.grad += y", "writes .grad"),
+    (gradients_written_elsewhere, "engine/step.py", "del x.grad", "writes .grad"),
+    (gradients_written_elsewhere, "engine/step.py", "x.grad.zero_()", "writes .grad"),
+    (gradients_written_elsewhere, "engine/step.py", "setattr(x, 'grad', y)", "writes .grad"),
     (uses_of_record_stream, "transport/streams.py", "x.record_stream(s)", "record_stream"),
     (
         uses_of_record_stream,
@@ -760,7 +760,7 @@ def test_a_breach_is_found_and_named_with_file_and_line(
         ),
         (
             collectives_outside_transport,
-            "engine/runtime.py",
+            "engine/step.py",
             "from ..comm import collectives\ncollectives.all_reduce(x)",
         ),
         (
@@ -774,7 +774,7 @@ def test_a_breach_is_found_and_named_with_file_and_line(
             "import torch.distributed as d\nd.barrier()",
         ),
         (imports_of_torch_fsdp, "drop_in/install.py", "import torch.distributed.fsdp"),
-        (gradients_written_elsewhere, "engine/runtime.py", "x = y.grad; y.requires_grad = True"),
+        (gradients_written_elsewhere, "engine/step.py", "x = y.grad; y.requires_grad = True"),
         (uses_of_record_stream, "transport/streams.py", "x = 1\n'without record_stream'"),
         (
             private_torch_names_outside_the_border,

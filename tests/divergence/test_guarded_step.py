@@ -194,9 +194,7 @@ def assert_between_steps(model: nn.Module) -> None:
     """Nothing is gathered or in flight, no memory is held, and there is no gradient."""
     assert all(param.grad is None for param in model.parameters())
     for state in named_states(model):
-        assert state.runtime is None or not (
-            state.runtime.busy or state.runtime.context.reduce_inputs
-        )
+        assert state.step is None or not (state.step.busy or state.step.context.reduce_inputs)
         for group in state.groups:
             buffer = group.reducer._buffer
             assert group.sharded_state is ShardedState.SHARDED

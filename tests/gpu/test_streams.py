@@ -26,6 +26,7 @@ from fullshard.engine.reduce_scatter import ReduceEvents, ReduceScatterState
 from fullshard.storage.reduce_buffer import ReduceBuffer
 from fullshard.transport import collectives
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.transports import Coalesced, Exchanged
 from tests.helpers.fake import fake_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("reduce_scatter_that_reduces")]
@@ -133,8 +134,13 @@ def disturbed(seed: int) -> Iterator[random.Random]:
         pause(rng)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"):
-            patch.setattr(collectives, name, around(getattr(collectives, name)))
+        for transport, name in (
+            (Coalesced, "gather"),
+            (Coalesced, "reduce"),
+            (Exchanged, "reduce"),
+            (collectives, "all_reduce"),
+        ):
+            patch.setattr(transport, name, around(getattr(transport, name)))
         # On the compute stream, or in a captured step on the reduce-scatter stream.
         patch.setattr(ReduceBuffer, "copy_in", around(ReduceBuffer.copy_in))
         handles = [

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
@@ -59,8 +60,6 @@ class ModelAgreement(ModelMonitor):
     """What the ranks have agreed on about one model; lives as long as its runtime."""
 
     def __init__(self) -> None:
-        self._may_have_dropout = True
-        """Whether dropout that is active without gradients has not been looked for yet."""
         self._agreed: dict[tuple[int, ...], str] = {}
         """By ranks, the description that they have in common."""
         self._places: dict[tuple[int, ...], str] = {}
@@ -78,19 +77,12 @@ class ModelAgreement(ModelMonitor):
         is_new = self.changes_seen < 0
         self._renew(root, states, occasion)
         # Before its first forward, a model has no collectives under a name of its own.
-        if is_new and root.runtime is not None:
+        if is_new and root.step is not None:
             _tell_apart(states)
 
-    def runs_without_gradients(self, root: FSDPState, states: Sequence[FSDPState]) -> None:
-        """Warn once if a forward without gradients drops something: each rank would drop something else."""
-        meshes = (group.mesh_info for state in states for group in state.groups)
-        if (
-            self._may_have_dropout
-            and root.modules[0].training
-            and any(each.shard_mesh_size * each.replicate_mesh_size > 1 for each in meshes)
-        ):
-            self._may_have_dropout = False
-            warn_of_active_dropout(root.modules[0])
+    def runs_without_gradients(self, model: nn.Module) -> None:
+        """Warn if the model drops something: each rank would drop something else."""
+        warn_of_active_dropout(model)
 
     def _renew(self, root: FSDPState, states: Sequence[FSDPState], occasion: str) -> None:
         seen = CHANGES.count

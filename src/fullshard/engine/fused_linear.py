@@ -41,8 +41,8 @@ from fullshard.layout.names import clean_name
 
 if TYPE_CHECKING:
     from fullshard.engine.param_group import FSDPParamGroup
-    from fullshard.engine.runtime import Runtime
     from fullshard.engine.state import FSDPState
+    from fullshard.engine.step import Step
 
 WEIGHT, FORWARD = "weight", "forward"
 _FUSED = "_fullshard_fused"
@@ -151,9 +151,9 @@ class FusedWeight:
     def _place(self) -> tuple[Tensor, bool] | None:
         state = self._state()
         # A pass with ``create_graph`` differentiates gradients. One with named inputs may not want this one.
-        if torch.is_grad_enabled() or _PASSES_WITH_INPUTS or state is None or state.runtime is None:
+        if torch.is_grad_enabled() or _PASSES_WITH_INPUTS or state is None or state.step is None:
             return None
-        reached = state.runtime.backward.reached.get(state)
+        reached = state.step.reached.get(state)
         # Nobody orders other streams before the reduction; of ordinary gradients autograd does.
         if reached is None or reached.stream != torch_border.current_stream_id(self._device):
             return None
@@ -255,14 +255,14 @@ def without_fusing(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
 # --- which modules --------------------------------------------------------------------------------
 
 
-def install(runtime: Runtime) -> None:
+def install(step: Step) -> None:
     """Give linear layers their forwards, where options say so; between steps."""
     inputs = SharedInputs()
-    for state in runtime.states:
+    for state in step.states:
         if not state.options.fuse_gradients:
             continue
         for group in state.groups:
-            if state is not runtime.root:
+            if state is not step.root:
                 group.reducer.write_products()
             for index, param in enumerate(group.params):
                 module = param.owners[0].module
@@ -270,22 +270,22 @@ def install(runtime: Runtime) -> None:
                     continue
                 if _is_fused(module):
                     del module.forward  # of another root
-                if state is not runtime.root and not _reason(group, index):
+                if state is not step.root and not _reason(group, index):
                     setattr(module, _FUSED, FusedWeight(state, group, index, inputs))
                     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def reasons(state: FSDPState) -> dict[str, str]:
     """Return, by name, why weight gradients at and below a state are not fused; "" for those that are."""
-    runtime = state.runtime
-    if runtime is None:
+    step = state.step
+    if step is None:
         raise LifecycleError(
             "The first forward of the model decides which gradients are fused. Call fused_gradients() after it."
         )
     below = {module for each in state.modules for module in each.modules()}
-    paths = {module: clean_name(name) for name, module in runtime.root.modules[0].named_modules()}
+    paths = {module: clean_name(name) for name, module in step.root.modules[0].named_modules()}
     found = {}
-    for each in runtime.states:
+    for each in step.states:
         if not each.options.fuse_gradients or each.modules[0] not in below:
             continue
         for group in each.groups:
@@ -294,7 +294,7 @@ def reasons(state: FSDPState) -> dict[str, str]:
                     owner = param.owners[0]
                     name = f"{paths.get(owner.module, '')}.{owner.name}".removeprefix(".")
                     reason = _reason(group, index)
-                    if each is runtime.root:
+                    if each is step.root:
                         reason = "it belongs to the outermost module, which is reduced at the end of backward"
                     elif not reason and not param.trainable:
                         reason = "it is frozen"

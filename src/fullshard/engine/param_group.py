@@ -78,7 +78,7 @@ class FSDPParamGroup:
         self.mesh_info, self.device, self.mp_policy, self.name = mesh_info, device, mp_policy, name
         self.offload_policy = offload_policy
         self.gather_tag = tag(f"all-gather of {name}")
-        """Names the group fully in a model's forward, and the model if its ranks have several: see `Runtime.agree`."""
+        """Names the group fully in a model's forward, and the model if its ranks have several: see `Step.agree`."""
         self.shard_device, pinned = device, False
         """Where the shards are between uses."""
         if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
@@ -411,11 +411,11 @@ class FSDPParamGroup:
         observer = context.observer
         if in_flight is not None:
             if observer is not None:
-                observer.begins("copy_out", self)
+                observer.begins("all_gather_copy_out", self)
             self._finish_gather(in_flight, context)
             self._in_flight = None
             if observer is not None:
-                observer.ends("copy_out", self)
+                observer.ends("all_gather_copy_out", self)
                 observer.memory_of_gathers(self)  # staging is released, other memory was allocated
         if observer is None:
             self._gathered_event.wait()

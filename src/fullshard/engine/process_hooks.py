@@ -5,7 +5,7 @@
                           version counter counts
                           torch's elementwise updates work on local tensors (`local_updates`)
     zero_grad()           gradients that wait to be reduced, outside of `.grad`, must be cleared, too
-    backward()            see `backward_hooks.run_backward`
+    backward()            see `autograd_calls.run_backward`
     module.name = ...     modules and parameters that join a sharded model
 
 They are installed once per process, when a sharded model first runs. They do nothing to models that
@@ -34,8 +34,8 @@ from torch.optim.optimizer import (
 
 from fullshard import torch_border
 from fullshard.engine import (
+    autograd_calls,
     backward_finalization,
-    backward_hooks,
     local_updates,
     optimizer_checks,
     pipelines,
@@ -72,7 +72,7 @@ def _install() -> None:
     register_optimizer_step_post_hook(_after_step)
     torch_border.observe_updates(local_updates.update)
     torch_border.observe_zero_grad(_cleared_by_optimizer, _cleared_by_module)
-    torch_border.observe_backward(backward_hooks.run_backward)
+    torch_border.observe_backward(autograd_calls.run_backward)
     torch_border.show_alone(unsharded_name)
     register_module_module_registration_hook(_joins)
     register_module_parameter_registration_hook(_joins)

@@ -42,19 +42,6 @@ calls is not needed any more, and gradients of those calls that have not arrived
 the unit is reached later, it is gathered again. This holds whether or not inputs require gradients, and with frozen and
 unused parameters. (Forward passes run on several threads at once are outside of it; what arrives late is then still
 reduced at the end of backward.)
-
-[Note: gradients of gradients]
-A backward pass with ``create_graph=True`` makes new nodes, and these use the parameters of the unit
-whose backward made them. A later pass that executes them comes to them through gradients: those that
-flowed out of the unit in the first pass. So in such a pass
-
-    a `Call` is made for every unit that backward reaches, for the work it adds to the graph;
-    every gradient that passes an input or output of a unit is watched, and those that the pass returns;
-    when a later pass comes through one, the units that were in backward then are gathered again.
-
-The order of the note above does not hold for such a later pass: autograd counts nodes per thread, and
-on accelerators a thread of its own may have run backward. While a pass may execute calls of another
-(`BackwardGraphs.awaited`), no unit counts as left before the end of the pass.
 """
 
 from __future__ import annotations
@@ -268,42 +255,6 @@ class Schedule(Generic[Unit]):
         self._latest = {}
         self._last_ended = None
         self._in_forward = self.on_track = False
-
-
-class BackwardGraphs(Generic[Unit]):
-    """What backward passes have added to graphs, and no pass has executed yet."""
-
-    def __init__(self) -> None:
-        self._awaited: weakref.WeakSet[Call[Unit]] = weakref.WeakSet()
-        self._of_pass: dict[Unit, Call[Unit]] = {}
-        self.latest: Call[Unit] | None = None
-        """The latest call of the running pass."""
-
-    def add(self, unit: Unit, call: Call[Unit]) -> None:
-        """The pass now running adds ``call`` to the graph."""
-        self._of_pass[unit] = self.latest = call
-        self._awaited.add(call)
-
-    def of(self, unit: Unit) -> Call[Unit] | None:
-        """What the pass now running adds for ``unit``."""
-        return self._of_pass.get(unit)
-
-    def awaited(self, backward_pass: int) -> bool:
-        """Whether the pass may execute what another pass has added."""
-        return any(call.made_in != backward_pass for call in self._awaited)
-
-    def reach(self, call: Call[Unit]) -> None:
-        """A pass begins to execute ``call``, maybe not for the first time."""
-        self._awaited.add(call)
-
-    def finish(self, call: Call[Unit]) -> None:
-        """A pass has executed ``call``; the graph may be gone, or be executed again."""
-        self._awaited.discard(call)
-
-    def end_pass(self) -> None:
-        """The pass that was running has ended."""
-        self._of_pass.clear()
-        self.latest = None
 
 
 def has_left(calls: Sequence[Call[Unit]], reached: Call[Unit]) -> bool:

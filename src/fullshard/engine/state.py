@@ -1,7 +1,6 @@
 """A sharded module's state: its groups, its options, and where it is in the step.
 
-Nothing here decides what happens when: `Runtime` and `BackwardPasses` do, and `module_hooks` and
-`backward_hooks` call them.
+Nothing here decides what happens when: `Step` does, and `hooks` and autograd call it.
 """
 
 from __future__ import annotations
@@ -9,38 +8,25 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fullshard.engine import backward_hooks
 from fullshard.engine.installed_full_params import InstalledFullParams
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.observed_use import ObservedUse
 from fullshard.engine.options import StateOptions
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.schedule import FORWARD, Call
+from fullshard.engine.sharded_state import Retention
+from fullshard.engine.step import Step, watch_gradient
 from fullshard.engine.training_state import TrainingState
 from fullshard.layout.names import clean_name
 from fullshard.transport.streams import FSDPCommContext
 
-if TYPE_CHECKING:
-    from fullshard.engine.runtime import Runtime
-
 IgnoredParams = Mapping[nn.Module, Collection[str]]
 """Names of parameters by the module that has them, which is referred to weakly."""
-
-
-class _Labels(NamedTuple):
-    """Names of a state's ranges in a profiler's trace."""
-
-    pre_forward: str
-    post_forward: str
-    forward_prefetch: str
-    backward_prefetch: str
-    pre_backward: str
-    reduce: str
 
 
 class FSDPState:
@@ -65,9 +51,7 @@ class FSDPState:
         self.modules = tuple(modules)
         self.groups = tuple(groups)
         for group in groups:
-            group.watch_gradient = functools.partial(
-                backward_hooks.watch_gradient, weakref.ref(self)
-            )
+            group.watch_gradient = functools.partial(watch_gradient, weakref.ref(self))
         self.device = device
         self.options = options
         self.ignored: IgnoredParams = {} if ignored is None else ignored
@@ -75,8 +59,8 @@ class FSDPState:
         self.set_name("")
         self.shared_context: FSDPCommContext | None = None
         """For a root: streams that it shares with other models."""
-        self.runtime: Runtime | None = None
-        """The runtime of the root that this state runs under; known after the first forward."""
+        self.step: Step | None = None
+        """The step of the root that this state runs under; known after the first forward."""
         self.summoned = False
         """Whether the modules are within `summon_full_params`."""
         self.installed_full_params = InstalledFullParams()
@@ -94,8 +78,8 @@ class FSDPState:
         """Forwards of this state's modules now running, one inside the other."""
         self.modules_run: set[nn.Module] = set()
         """The modules whose forward has ended in this call."""
-        self.left_unsharded = False
-        """Whether the last forward left the parameters unsharded for a backward that has not come yet."""
+        self.retention = Retention.NONE
+        """How long gathered memory stays that is not used now."""
         self.written_in_forward = False
         """Whether its parameters were once written between a gather in forward and their use: [Note: writes in forward]."""
         self.use = ObservedUse()
@@ -115,14 +99,6 @@ class FSDPState:
         """Take the full name, known at the first forward, and the one that ranks compare: see `names_in_common`."""
         self.name = name
         self.name_in_common = name if in_common is None else in_common
-        self.labels = _Labels(
-            f"FSDP::pre_forward ({name})",
-            f"FSDP::post_forward ({name})",
-            f"FSDP::forward_prefetch for {name}",
-            f"FSDP::backward_prefetch for {name}",
-            f"FSDP::pre_backward ({name})",
-            f"FSDP::post_backward_reduce ({name})",
-        )
 
     @property
     def trainable_ids(self) -> tuple[int, ...]:
@@ -153,6 +129,26 @@ class FSDPState:
         """Put the sharded parameters on the modules and give the memory of the whole ones back."""
         for group in self.groups:
             group.reshard()
+
+    def leave_memory(self) -> None:
+        """Put the sharded parameters on the modules behind a backward; give the memory back unless the user keeps it."""
+        self.retention = Retention.NONE
+        if self.options.reshard_after_backward:
+            self.reshard()
+        else:
+            self.use_sharded_params()
+
+    def end_call(self) -> None:
+        """Forget the forward that is running, if any: it has ended, or never will."""
+        self.call, self.depth = None, 0
+        self.modules_run.clear()
+        if self.training_state is TrainingState.FORWARD:
+            self.training_state = TrainingState.IDLE
+
+    @property
+    def stays(self) -> bool:
+        """Whether what is gathered now may be used by later forwards, too."""
+        return not (self.options.reshard_after_forward and self.options.reshard_after_backward)
 
     @property
     def in_forward(self) -> bool:

@@ -7,9 +7,10 @@ import weakref
 import torch
 
 from fullshard import torch_border
+from fullshard.engine import captures
 from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.model_changes import CHANGES
-from fullshard.engine.sharded_state import ShardedState
+from fullshard.engine.sharded_state import Retention, ShardedState
 from fullshard.engine.state import FSDPState
 from fullshard.transport.monitor import ModelMonitor, monitor
 
@@ -34,9 +35,9 @@ class UnshardHandle:
 
 def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
     """Gather the parameters of a state; with ``async_op`` return a handle to wait for."""
-    idle = state.runtime is None or not state.runtime.busy
+    idle = state.step is None or not state.step.busy
     with torch_border.outside_transforms():
-        if state.runtime is None:
+        if state.step is None:
             told = _MONITORS.get(state) or _MONITORS.setdefault(state, monitor().of_model())
             if told.changes_seen != CHANGES.count:
                 told.agree(state, (state,), "unshard() before the first forward")
@@ -45,13 +46,13 @@ def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
                 # around it takes it over in its first forward.
                 lazy_init(state)
         elif idle:
-            context = state.runtime.context
+            context = state.step.context
             if context.asynchronous and context.at_border():
-                state.runtime.cross_border((state,))
-            state.runtime.agree()
+                captures.begin_forward(state.step, (state,))
+            state.step.model.agree()
         for group in state.groups:
             # Parameters kept for a backward must stay those that its forward has used.
-            awaited = state.left_unsharded and group.gathered
+            awaited = state.retention is Retention.BACKWARD and group.gathered
             if idle and not awaited and group.sharded_state is not ShardedState.UNSHARDED:
                 group.notice_replacements()
                 if group.outdated:

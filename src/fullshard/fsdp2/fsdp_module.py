@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.engine import backward_finalization, fused_linear, module_hooks
+from fullshard.engine import backward_finalization, fused_linear, hooks, interruption
 from fullshard.engine.backward_finalization import GradientReductionHandle
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, state_of
@@ -145,14 +145,14 @@ class FSDPModule(torch_border.ConvertibleModule):
         gradients stay in `.grad`; clear them with `optimizer.zero_grad()`. Call it on the root.
         """
         state = _state(self)
-        if state.runtime is None:
+        if state.step is None:
             return
-        if state.runtime.root is not state:
+        if state.step.root is not state:
             raise LifecycleError(
                 f"reset_iter_state must be called on the root module; {state.name!r} is below it. Call it on the module "
                 "whose forward you call."
             )
-        state.runtime.reset()
+        interruption.reset(state.step)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last one for the forwards that have run. Call it on the root.
@@ -397,9 +397,9 @@ class FSDPModule(torch_border.ConvertibleModule):
         )
         for state in states:
             state.options.max_reductions = max_input_buffers
-        runtime = _state(self).runtime
-        if runtime is not None:
-            runtime.limit_reductions()
+        step = _state(self).step
+        if step is not None:
+            step.model.limit_reductions(step.context)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -442,7 +442,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     original = getattr(module, method_name)
     # A wrapper also casts its buffers before a forward, in a method of its own.
     prepare = (
-        functools.partial(module_hooks.pre_forward, state, module)
+        functools.partial(hooks.pre_forward, state, module)
         if isinstance(module, FSDPModule)
         else cast(Any, module)._pre_forward
     )
@@ -454,7 +454,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         try:
             output = original(*args, **kwargs)
         finally:  # an exception must not leave the parameters unsharded
-            output = module_hooks.post_forward(state, self, args, output)
+            output = hooks.post_forward(state, self, args, output)
         return output
 
     setattr(module, method_name, MethodType(method, module))
@@ -468,14 +468,14 @@ def share_comm_ctx(modules: Iterable[FSDPModule]) -> None:
     states = _sharded_states(modules)
     if not states:
         return
-    context = next((s.runtime.context for s in states if s.runtime is not None), None)
+    context = next((s.step.context for s in states if s.step is not None), None)
     context = context or FSDPCommContext(states[0].device)
     for state in states:
         state.shared_context = context
-        if state.runtime is not None and state.runtime.context is not context:
-            state.runtime.context.join()
-            state.runtime.context = context
-            state.runtime.connect()
+        if state.step is not None and state.step.context is not context:
+            state.step.context.join()
+            state.step.context = context
+            state.step.model.connect(context)
 
 
 class ReplicateModule(FSDPModule):

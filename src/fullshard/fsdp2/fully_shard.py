@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard import torch_border
 from fullshard.divergence import monitor
-from fullshard.engine import module_hooks, process_hooks
+from fullshard.engine import hooks, process_hooks
 from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
     BY_ONE_OF_THE_TWO,
@@ -323,11 +323,11 @@ def _apply(
         )
         module.__class__ = sharded_class(type(module), mixin)
         module.register_forward_pre_hook(
-            MethodType(module_hooks.pre_forward, state), prepend=True, with_kwargs=True
+            MethodType(hooks.pre_forward, state), prepend=True, with_kwargs=True
         )
         # `always_call`: an exception in forward must not leave the module unsharded, or in the middle of a call.
         module.register_forward_hook(
-            MethodType(module_hooks.post_forward, state), prepend=False, always_call=True
+            MethodType(hooks.post_forward, state), prepend=False, always_call=True
         )
         module.register_state_dict_pre_hook(_before_state_dict)
         module.register_state_dict_post_hook(give_own_storages)

@@ -55,7 +55,7 @@ def states_in(model: nn.Module) -> Iterator[tuple[FSDPState, str, tuple[str, ...
     roots = outermost_states(model)
     for path, root in roots.items():
         names = named_states(root.modules[0])
-        order = root.runtime.schedule.forecast if root.runtime is not None else ()
+        order = root.step.schedule.forecast if root.step is not None else ()
         for state in dict.fromkeys((*order, *names)):
             modules = [f"{path}.{name}".strip(".") for name in names[state]]
             name = ", ".join(names[state]) or "root"
@@ -70,7 +70,7 @@ def outermost_states(model: nn.Module) -> dict[str, FSDPState]:
     """
     roots: dict[str, FSDPState] = {}
     for path, state in _uppermost(model, ""):
-        root = state if state.runtime is None else state.runtime.root
+        root = state if state.step is None else state.step.root
         if root not in roots.values():
             roots[path] = root
     if not roots:

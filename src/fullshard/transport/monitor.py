@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import DistBackendError, ProcessGroup, Work
 from torch.optim import Optimizer
 
@@ -98,8 +98,8 @@ class ModelMonitor:
     def agree(self, root: Any, states: Sequence[Any], occasion: str = "forward") -> None:
         """The model has changed, and its collectives are issued next, for ``occasion``. May raise, on all ranks alike."""
 
-    def runs_without_gradients(self, root: Any, states: Sequence[Any]) -> None:
-        """A forward of the whole model begins, without gradients."""
+    def runs_without_gradients(self, model: nn.Module) -> None:
+        """The model runs in training mode and without gradients; told once."""
 
 
 class Monitor:

@@ -247,6 +247,8 @@ class TraceRecorder(StepObserver):
     began within it.
     """
 
+    capturable = False  # its events could not be read
+
     def __init__(self, device: torch.device, *, first_step: int, limit: int) -> None:
         self.device = device
         self.clock = _clock_of(device)

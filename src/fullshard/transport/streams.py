@@ -23,7 +23,7 @@ import torch
 
 from fullshard import torch_border
 from fullshard.storage.buffers import Indices
-from fullshard.transport.observer import StepObserver
+from fullshard.transport.observer import Observers, StepObserver
 
 
 class Event(Protocol):
@@ -108,6 +108,10 @@ class FSDPCommContext:
         self.all_reduce = self._stream("all-reduce", priority=0)
         self.observer: StepObserver | None = None
         """What is told of a step; usually none."""
+        self.observers: tuple[StepObserver, ...] = ()
+        """Those that `observer` tells, if they are several."""
+        self.profiler_ranges: Any = None
+        """The observer for torch's profiler, while that runs."""
         self.host_reads_results = False
         """Whether sharded gradients are in host memory, so that the host must wait for them."""
         self.indices: Indices = weakref.WeakValueDictionary()
@@ -147,6 +151,20 @@ class FSDPCommContext:
         event: Event = torch_border.new_event(self.device)
         self._events.add(event)
         return event
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell an observer of the steps from now on."""
+        self._set_observers((*self.observers, observer))
+
+    def stop_observing(self, observer: StepObserver) -> None:
+        """Tell it no longer."""
+        self._set_observers(tuple(each for each in self.observers if each is not observer))
+
+    def _set_observers(self, observers: tuple[StepObserver, ...]) -> None:
+        self.observers = observers
+        self.observer = None
+        if observers:
+            self.observer = observers[0] if len(observers) == 1 else Observers(observers)
 
     def at_border(self) -> bool:
         """Return whether the pass that begins now, or the one before it, is captured: [Note: borders of a capture]."""

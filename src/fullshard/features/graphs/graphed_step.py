@@ -27,9 +27,10 @@ from fullshard import torch_border
 from fullshard.divergence.journal import PROGRESS, Journal, journal_of
 from fullshard.divergence.meetings import lost_within
 from fullshard.divergence.model_description import process_groups
+from fullshard.engine import interruption
 from fullshard.engine.captures import StepHook, obstacles_to_capture
-from fullshard.engine.runtime import Runtime
 from fullshard.engine.state import named_states
+from fullshard.engine.step import Step
 from fullshard.engine.tensor_trees import map_tensors, to_device
 from fullshard.errors import ConfigurationError
 from fullshard.features.graphs.baked_in import baked_in, changes, kind_of, modes
@@ -253,7 +254,7 @@ class GraphedStep(Generic[P, R]):
         contexts = self._contexts
         if self._failure is not None:
             return Plan.EAGER, f"it could not be captured: {self._failure}"
-        if any(context.observer is not None for context in contexts):
+        if any(not each.capturable for context in contexts for each in context.observers):
             return Plan.EAGER, "a trace is recorded"
         if any(journal.guard is not None for journal in self._journals):
             return (
@@ -341,8 +342,8 @@ class GraphedStep(Generic[P, R]):
 
     def _clean_up(self) -> None:
         """Make the model usable after a capture that failed: nothing of the captured step has run."""
-        for runtime in self._runtimes:
-            runtime.reset()
+        for step in self._steps:
+            interruption.reset(step)
         self._clear_gradients()
 
     def _replay(self, entry: _Entry, inputs: Inputs) -> R:
@@ -378,13 +379,13 @@ class GraphedStep(Generic[P, R]):
     # --- the model ----------------------------------------------------------------------------------
 
     @property
-    def _runtimes(self) -> list[Runtime]:
-        found = (state.runtime for state in self._states)
+    def _steps(self) -> list[Step]:
+        found = (state.step for state in self._states)
         return list(dict.fromkeys(each for each in found if each is not None))
 
     @property
     def _contexts(self) -> list[FSDPCommContext]:
-        return list(dict.fromkeys(runtime.context for runtime in self._runtimes))
+        return list(dict.fromkeys(step.context for step in self._steps))
 
     @property
     def _journals(self) -> list[Journal]:

@@ -77,7 +77,7 @@ def record_step(
         step.take()
         spans.end_step()
         for context in contexts:
-            context.observer = None
+            context.stop_observing(spans)
         program = recorder.program(begin)
         padding = padding_text((state, name) for state, name, _ in states_in(step.model.module))
         return StepProgram(program, step.tokens, padding, export_later(step.model.module, spans))
