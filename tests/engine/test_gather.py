@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import fullshard.layout.segments
 from benchmarks.stream_settings import checked
 from fullshard import FullyShardedDataParallel, fully_shard
-from fullshard.divergence.journal import tag
 from fullshard.engine.full_params import all_gather_full
 from fullshard.engine.gather import Gather
 from fullshard.engine.known_groups import groups_of
@@ -34,6 +33,7 @@ from fullshard.transport.comm_objects import DefaultAllGather
 from fullshard.transport.observer import StepObserver
 from fullshard.transport.staged import Staged
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.tags import tag
 from fullshard.transport.transports import Coalesced, Transport
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world

@@ -16,10 +16,10 @@ import torch
 from torch.distributed import Work
 
 from fullshard import torch_border
-from fullshard.divergence.journal import Tag
 from fullshard.engine.route import Route
 from fullshard.engine.routes import Routes
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.tags import Tag
 
 
 class Gather:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from fullshard import torch_border
-from fullshard.divergence.journal import tag
 from fullshard.engine import known_groups
 from fullshard.engine.gather import Gather
 from fullshard.engine.model_changes import CHANGES
@@ -41,6 +40,7 @@ from fullshard.transport import comm_objects
 from fullshard.transport.observer import StepObserver
 from fullshard.transport.staged import Staged
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.tags import tag
 from fullshard.transport.transports import Transport
 
 _SERIAL_NUMBERS = itertools.count()

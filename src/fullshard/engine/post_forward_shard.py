@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fullshard.divergence.journal import journal_of, tag
-from fullshard.divergence.meetings import meet
 from fullshard.engine.route import Route
 from fullshard.layout.segments import Layout, gathers_in_place
 from fullshard.mesh.axes import block_group
 from fullshard.mesh.backends import backend_of
 from fullshard.storage.buffers import ShardBuffer, shard_of
 from fullshard.storage.codecs import Buffered, Cast
+from fullshard.transport.monitor import monitor
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.tags import tag
 from fullshard.transport.transports import Coalesced, Transport
 
 _MAKING_GROUPS = tag("making of process groups for shards after forward")
@@ -90,11 +90,10 @@ class PostForwardShard:
         # Not earlier: making a process group is collective, and before the first forward ranks have not compared
         # whether all of them ask for one.
         backend = backend_of(self._shard_group, context.device)
-        meet(self._shard_group, _MAKING_GROUPS, backend)
+        told = monitor().of_group(self._shard_group, backend)
+        told.before(_MAKING_GROUPS)
         group = self.process_group = block_group(self._shard_group, layout.world)
-        guard = journal_of(self._shard_group).guard
-        if guard is not None:
-            guard.add(group, backend)
+        told.made(group, backend)
         rank = group.rank()
         # Made for the process group of all shards, if it was chosen; memory of its own is the other group's, too.
         transport = Coalesced(group, context.device) if transport is None else transport.over(group)

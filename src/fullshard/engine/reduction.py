@@ -43,7 +43,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from fullshard import torch_border
-from fullshard.divergence.journal import Tag, tag
 from fullshard.engine.reduction_settings import (
     UNDIVIDED,
     ActiveRanks,
@@ -76,6 +75,7 @@ from fullshard.transport import collectives
 from fullshard.transport.observer import Collective, Observed, StepObserver
 from fullshard.transport.spans import Group
 from fullshard.transport.streams import Event, FSDPCommContext
+from fullshard.transport.tags import Tag, tag
 from fullshard.transport.transports import Coalesced, Exchanged, Transport
 
 COPIED_BESIDE = 64 * 2**20

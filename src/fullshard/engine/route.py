@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from fullshard.divergence.journal import Tag
 from fullshard.storage.codecs import Codec
 from fullshard.transport.observer import StepObserver
+from fullshard.transport.tags import Tag
 from fullshard.transport.transports import Transport
 
 if TYPE_CHECKING:

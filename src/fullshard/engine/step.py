@@ -70,7 +70,6 @@ import torch
 from torch import Tensor
 
 from fullshard import torch_border
-from fullshard.divergence.journal import POSITION
 from fullshard.engine import (
     backward_inputs,
     captures,
@@ -85,6 +84,7 @@ from fullshard.engine.sharded_state import Retention, ShardedState
 from fullshard.engine.training_state import TrainingState
 from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.storage.param import FSDPParam
+from fullshard.transport.monitor import POSITION, monitor
 from fullshard.transport.observer import Part
 from fullshard.transport.streams import FSDPCommContext, any_graph
 
@@ -808,7 +808,7 @@ def run_backward(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         else:
             gradients = run(*args, **options)
     except BaseException as error:
-        POSITION.note_exception(error)
+        monitor().exception_left(error)
         captures.end_failed_pass()
         told = backward_inputs.needed_too_late(error)
         if told is None:
