@@ -340,7 +340,7 @@ class Step:
         # comes the loss, where the memory of a step usually peaks, and the first gather of backward
         # hides behind it.
         self._give_back_last()
-        has_backward = torch.is_grad_enabled() and self.schedule.has_backward
+        has_backward = self.schedule.end_forward() and torch.is_grad_enabled()
         for state in self.states:
             options = state.options
             kept = not options.reshard_after_forward and (
@@ -357,7 +357,6 @@ class Step:
                     state.use_sharded_params()
         if self.context.host_reads_results and not torch.is_grad_enabled():
             self.context.synchronize()  # no backward will; the host may write the shards now
-        self.schedule.end_forward()
         POSITION.phase = "outside"
 
     # --- gathers and releases, in both passes ------------------------------------------------------
