@@ -106,7 +106,7 @@ class Gather:
             # once where there is room, and in a CUDA graph, where compute would wait for the copy.
             if asynchronous and beside is None:
                 at_once = route.is_small and (context.in_capture or context.has_room)
-                if at_once or not codec.takes_memory_late:
+                if at_once or not codec.packed:
                     self._decode(route, context, group)
 
     def finish(self, context: FSDPCommContext, group: Any) -> None:
@@ -147,7 +147,7 @@ class Gather:
             self.work.wait()
             if observer is not None:
                 observer.waited("gather", group)
-        if observer is not None and codec.takes_memory_late:
+        if observer is not None and codec.packed:
             # This is the moment with the most memory: staging and full parameters, both.
             codec.allocate_params()
             observer.memory_of_gathers(group)

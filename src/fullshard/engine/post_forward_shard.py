@@ -22,8 +22,8 @@ from fullshard.engine.route import Route
 from fullshard.layout.segments import Layout, gathers_in_place
 from fullshard.mesh.axes import block_group
 from fullshard.mesh.backends import backend_of
-from fullshard.storage.buffers import ShardBuffer, shard_of
-from fullshard.storage.codecs import Buffered, Cast
+from fullshard.storage.buffers import GatherBuffer, ShardBuffer, shard_of
+from fullshard.storage.codecs import Cast
 from fullshard.transport.streams import FSDPCommContext
 from fullshard.transport.transports import Coalesced, Transport
 
@@ -62,7 +62,7 @@ class PostForwardShard:
 
     def keep(
         self,
-        full: Buffered,
+        full: GatherBuffer,
         dtypes: Sequence[torch.dtype],
         transport: Transport | None,
         context: FSDPCommContext,
@@ -81,7 +81,7 @@ class PostForwardShard:
 
     def _prepare(
         self,
-        full: Buffered,
+        full: GatherBuffer,
         dtypes: Sequence[torch.dtype],
         transport: Transport | None,
         context: FSDPCommContext,
@@ -110,7 +110,7 @@ class PostForwardShard:
                     context.device,
                     packed=not transport.in_place or not gathers_in_place(layout, dtypes),
                     # The same memory: what autograd saved in forward are views of it.
-                    into=full.buffer,
+                    into=full,
                 )
             self.route = Route(codec, transport, None)
             self._sources = [

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from fullshard.divergence.journal import Tag
-from fullshard.storage.codecs import Codec
+from fullshard.storage.codecs import AnyCodec
 from fullshard.transport.observer import StepObserver
 from fullshard.transport.transports import Transport
 
@@ -26,7 +26,9 @@ class Route:
 
     __slots__ = ("__weakref__", "beside", "codec", "is_small", "rows", "staged", "transport")
 
-    def __init__(self, codec: Codec, transport: Transport | None, beside: Extension | None) -> None:
+    def __init__(
+        self, codec: AnyCodec, transport: Transport | None, beside: Extension | None
+    ) -> None:
         """Without a ``transport`` there is no other rank, and to encode is all there is to gather."""
         self.codec, self.transport, self.beside = codec, transport, beside
         in_place = transport is None or transport.in_place

@@ -23,7 +23,7 @@ from fullshard.layout.segments import gathers_in_place
 from fullshard.mesh.axes import DataParallelAxes, DataParallelMeshInfo
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.storage.buffers import UploadBuffer
-from fullshard.storage.codecs import Buffered, Cast, Codec, Plain, Recoded
+from fullshard.storage.codecs import AnyCodec, Cast, Plain, Recoded
 from fullshard.storage.copy_out import Indices
 from fullshard.storage.param import FSDPParam, has_all_gather_extension
 from fullshard.storage.shard_formats import ShardFormat
@@ -90,9 +90,9 @@ class Routes:
         self._context = context
         context.host_reads_results = context.host_reads_results or self.uploads
         codec = None if self.from_shards is None else self.from_shards.codec
-        if isinstance(codec, Buffered):  # built for other streams
+        if isinstance(codec, Cast):  # built for other streams
             with context.all_gather:
-                codec.buffer.change_indices(self._indices)
+                codec.change_indices(self._indices)
 
     @property
     def _indices(self) -> Indices | None:
@@ -145,7 +145,7 @@ class Routes:
         peers = self._mesh_info.shard_peers
         # Made under inference_mode, the unsharded parameters could never be trained.
         with torch.inference_mode(False):
-            codec: Codec = (
+            codec: AnyCodec = (
                 Plain(self._shards.buffer)
                 if self._shards_are_full and not self.uploads
                 else self._codec_on(self._device)
@@ -162,7 +162,7 @@ class Routes:
             "there is one to keep"
         )
         full = self.from_shards.codec
-        assert isinstance(full, Buffered), "several ranks hold the parameters"
+        assert not isinstance(full, Plain), "several ranks hold the parameters"
         self.post_forward.keep(full, self.compute_dtypes, self.transport, context)
 
     @property
@@ -177,7 +177,7 @@ class Routes:
         alone = self._mesh_info.shard_mesh_size == 1 and self.codec is None
         return alone and self.compute_dtypes == dtypes
 
-    def _codec_on(self, device: torch.device) -> Codec:
+    def _codec_on(self, device: torch.device) -> AnyCodec:
         shards, info, here = self._shards, self._mesh_info, device == self._device
         layout, dtypes = shards.buffered_layout, self.compute_dtypes
         sends = info.shard_peers is not None
@@ -187,7 +187,7 @@ class Routes:
             else shards.buffer.flat_shard
         )
         if self.codec is not None:
-            return self.codec(source, layout, info.shard_mesh_rank, dtypes, device, sends=sends)
+            return self.codec(source, layout, info.shard_mesh_rank, dtypes, device)
         stages = sends and self.transport is not None and not self.transport.in_place
         return Cast(
             source,
@@ -196,7 +196,6 @@ class Routes:
             dtypes,
             device,
             packed=stages or (sends and not gathers_in_place(layout, dtypes)),
-            sends=sends,
             indices=self._indices if here and not stages else None,
         )
 
