@@ -23,7 +23,7 @@ from fullshard.engine.full_params import all_gather_full
 from fullshard.engine.gather import Gather
 from fullshard.engine.known_groups import groups_of
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.route import Route
+from fullshard.engine.routes import Route
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import state_of
 from fullshard.layout.segments import Layout, flat_layout, gathers_in_place, per_row_layout

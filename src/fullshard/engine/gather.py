@@ -17,8 +17,7 @@ from torch.distributed import Work
 
 from fullshard import torch_border
 from fullshard.divergence.journal import Tag
-from fullshard.engine.route import Route
-from fullshard.engine.routes import Routes
+from fullshard.engine.routes import Route, Routes
 from fullshard.transport.streams import FSDPCommContext
 
 
@@ -77,7 +76,7 @@ class Gather:
                 extra = None if beside is None else beside.encode()
                 if transport is not None and not transport.in_place:
                     work = route.gather_in_one_message(
-                        extra or ((), ()), tag, observer, group, async_op=not asynchronous
+                        extra, tag, observer, group, async_op=not asynchronous
                     )
                 else:
                     with self._below_autograd:
