@@ -174,18 +174,15 @@ class Gather:
 
     def release(self, context: FSDPCommContext) -> None:
         """Give gathered memory back, unless it is kept; on the compute stream, which has read it."""
+        route = self.route
+        assert route is not None, "present memory was gathered"
         self._released.record()
-        self.give_back()
+        if not self._routes.keeps_memory:
+            route.codec.release()
+            if route.beside is not None:
+                route.beside.release()
         if context.asynchronous:  # the host has nothing to wait for
             context.releases.append(self._released)
-
-    def give_back(self) -> None:
-        """Give memory back that nothing reads, unless it is kept."""
-        if self._routes.keeps_memory or self.route is None:
-            return
-        self.route.codec.release()
-        if self._routes.beside is not None:
-            self._routes.beside.release()
 
     def drop_kept(self, context: FSDPCommContext, group: Any) -> None:
         """Give the post-forward shard back, which is read by no gather."""

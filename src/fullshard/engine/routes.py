@@ -97,7 +97,7 @@ class Route:
         self.staged = self.rows = None
 
     def abandon(self) -> None:
-        """Give all memory back after a failure, in the place of decoding, which may take more of it."""
+        """Give all memory back, whatever a gather has come to: after a failure, decoding may take more of it."""
         self.release_staged()
         self.codec.release()
         if self.beside is not None:
