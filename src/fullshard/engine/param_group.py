@@ -163,8 +163,8 @@ class FSDPParamGroup:
     def keep_unsharded_storage(self, keep: bool) -> None:
         """Keep gathered memory from now on, or give it back, at once if nothing is gathered."""
         self.routes.keeps_memory = keep
-        if not self.gathered:
-            self.gather.give_back()
+        if not keep and not self.gathered and self.routes.from_shards is not None:
+            self.routes.from_shards.abandon()
         CHANGES.note()
 
     def set_custom_all_gather(self, comm: comm_objects.AllGather | None) -> None:
