@@ -1,10 +1,5 @@
 """One group's reductions: gradients are taken, laid into the reduce buffer, reduced over ranks and accumulated.
 
-    reduce              take `.grad` of the unsharded parameters, fill the reduce buffer, issue the collectives
-    accumulate          take it, and let it wait for a later backward (`unreduced_gradients`)
-    place_for_product   where backward writes a gradient by itself (`fused_linear`): a slot of the reduce buffer
-    drop                forget it: a step has failed
-
     compute stream          take gradients, fill the buffer, take memory for the results          `reduce`
     reduce-scatter stream   reduce-scatter, or exchange and sum
     all-reduce stream       sum over replicas (HSDP)
@@ -12,7 +7,8 @@
     compute stream          wait for the others, give memory back
 
 `.grad` of unsharded parameters is taken here and nowhere else. `reduce_buffer` decides how gradients lie, `transports` how
-they travel; `streams` keeps reductions in flight and finishes them. What users have chosen is in `reduction_settings`.
+they travel; `streams` keeps reductions in flight and finishes them. Gradients that wait for a later backward are in
+`unreduced_gradients`, what users choose and what only runs then in `reduction_settings`.
 
 [Note: narrow on the wire]
 A reduce-scatter sums in the dtype it carries. To send bf16 and sum in fp32, an exchange (all-to-all)
@@ -36,7 +32,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,10 +45,13 @@ from fullshard.engine.reduction_settings import (
     DivideRule,
     GradientDtypes,
     ReduceSettings,
-    call_replacement,
+    bring_out,
     divide_rule,
     download,
+    joined,
+    reduce_here,
     run_hook,
+    staged,
 )
 from fullshard.engine.unreduced_gradients import UnreducedGradients
 from fullshard.layout.placement import is_unsummed, local_gradient
@@ -86,15 +84,6 @@ _tensor_hooks = torch_border.tensor_hooks
 _post_accumulate_grad_hooks = torch_border.post_accumulate_grad_hooks
 _IN_BACKWARD_OPTIMIZERS = torch_border.IN_BACKWARD_OPTIMIZERS
 _dtensor, _spec_of = torch_border.dtensor, torch_border.spec_of
-
-
-class ReduceTraffic(NamedTuple):
-    """Bytes of one reduction of all trainable parameters, on this rank."""
-
-    sent: int
-    """Bytes sent to other ranks, by a reduce-scatter or all-to-all."""
-    all_reduced: int
-    """Bytes sent to other replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +232,7 @@ class Reduction:
                     if rule.before != 1:
                         torch._foreach_div_([*part.inputs], rule.before)
                     if transport is None:
-                        flight.reduce_here(part)
+                        reduce_here(flight.settings, part.outputs, part.inputs)
                     else:
                         # Averaging over shards and then over replicas is averaging over all.
                         reduce_tag, _ = self.tags_of(part.bucket)
@@ -256,7 +245,7 @@ class Reduction:
                     observed.observer.called("reduce", observed.group, flight.works)
                 if not on_host and flight.brings_out:
                     # Before the event: behind it, compute may reuse what was received or staged.
-                    flight.bring_out()
+                    bring_out(transport, flight.parts)
                 if not on_host and not flight.is_followed:
                     flight.accumulate()
             except BaseException:
@@ -366,11 +355,11 @@ class Reduction:
             return None
         if settings.transport is not None:
             return settings.transport
-        key = group, self.dtypes.wire is not None
-        found = self._transports.get(key)
+        exchanges = self.dtypes.wire is not None
+        found = self._transports.get((group, exchanges))
         if found is None:
-            made = (Exchanged if self.dtypes.wire is not None else Coalesced)(group, self._device)
-            found = self._transports[key] = made
+            found = (Exchanged if exchanges else Coalesced)(group, self._device)
+            self._transports[group, exchanges] = found
         return found
 
     def tags_of(self, bucket: ReduceBucket) -> tuple[Tag, Tag]:
@@ -450,13 +439,13 @@ class Reduction:
             rule = divide_rule(bucket.reduce_dtype, num_ranks, settings.divide_by, force_sum)
         if settings.active is not None:
             rule = replace(rule, after=rule.after * settings.active_fraction)
-        inputs: Sequence[Tensor] = bucket.inputs or (bucket.join_messages(),)
         dtype, device = bucket.reduce_dtype, self.context.device
         same_dtype = bucket.gradient_dtype is dtype
         in_place = transport is None or transport.in_place
         if transport is not None and not in_place:
-            part = _staged(bucket, rule, inputs, transport)
+            part = _Part(bucket, rule, *staged(bucket, transport, self._layout.world))
         else:
+            inputs = bucket.inputs or [joined(bucket)]
             reduced = torch.empty(bucket.numel, dtype=dtype, device=device)
             views: Sequence[Tensor] = ()
             with flight.buffer.below_autograd:
@@ -466,7 +455,7 @@ class Reduction:
                     # The collective writes the gradients themselves, so one set of views is enough.
                     inputs, outputs = bucket.shaped_inputs, _views(reduced, bucket.gradients)
                     views = outputs
-            part = _Part(bucket, rule, inputs, outputs, reduced, views)
+            part = _Part(bucket, rule, inputs, outputs, reduced, views=views)
         if not same_dtype:
             part.final = torch.empty(bucket.numel, dtype=bucket.gradient_dtype, device=device)
         if transport is not None and in_place and receives:
@@ -572,10 +561,10 @@ class Reduction:
         """Return the buffers that reductions read, with memory or without."""
         return [buffer for buffer in (self._open, self._buffer) if buffer is not None]
 
-    def traffic(self) -> ReduceTraffic:
-        """Return what a reduction sends, on any device and before there is one.
+    def traffic(self) -> tuple[int, int]:
+        """Return the bytes that a reduction of all trainable parameters sends to other ranks, and to other replicas.
 
-        Read off a buffer without memory that is made as the real ones are.
+        On any device and before there is one: read off a buffer without memory that is made as the real ones are.
         """
         sent = all_reduced = 0
         buffer = self._new_buffer(torch.device("meta"))
@@ -586,7 +575,7 @@ class Reduction:
                 inputs = reduced * self._layout.world  # with what lies between segments
             sent += inputs - inputs // self._layout.world
             all_reduced += all_reduce_bytes(reduced, self.mesh_info.replicate_mesh_size)
-        return ReduceTraffic(sent, all_reduced)
+        return sent, all_reduced
 
 
 # --- one reduction in flight ----------------------------------------------------------------------
@@ -601,15 +590,15 @@ class _Part:
     inputs: Sequence[Tensor]
     """What the collective reads."""
     outputs: Sequence[Tensor]
-    """What the collective writes: views of `reduced`, or memory that is brought into `totals`."""
+    """What it writes: views of `reduced`, or memory that is brought into `totals`."""
     reduced: Tensor
     """This rank's reduced gradients, in the reduce dtype."""
-    views: Sequence[Tensor] = ()
-    """Views of `final` for each parameter, if there are any yet."""
-    totals: Sequence[Tensor] = ()
-    """Views of `reduced` into which `outputs` are brought: summed over ranks, or copied out of memory that is taken back."""
     lent: Sequence[Tensor] = ()
     """Memory of the transport, to be released when the input has been read."""
+    totals: Sequence[Tensor] = ()
+    """Views of `reduced` into which `outputs` are brought: summed over ranks, or copied out of memory that is taken back."""
+    views: Sequence[Tensor] = ()
+    """Views of `final` for each parameter, if there are any yet."""
     final: Tensor = field(init=False)
     """`reduced` in the dtype of the sharded gradients; the same tensor if the dtypes are equal."""
 
@@ -673,26 +662,6 @@ class ReductionInFlight:
 
     # --- on the stream of the collective ------------------------------------------------------------
 
-    def reduce_here(self, part: _Part) -> None:
-        """Do without a transport: let the user's function reduce, or copy what stays on this rank."""
-        replacement, is_sharded = self.settings.replacement, self.settings.process_group is not None
-        if not is_sharded:
-            torch._foreach_copy_(list(part.outputs), list(part.inputs))
-        if replacement is not None:
-            for output, tensor in zip(part.outputs, part.inputs, strict=True):
-                call_replacement(replacement, output, tensor, is_sharded=is_sharded)
-
-    def bring_out(self) -> None:
-        """Bring results out of memory that is given back with the input; after the collectives."""
-        assert self.transport is not None, "it has brought them"
-        for part in self.parts:
-            for received, total in zip(part.outputs, part.totals, strict=False):
-                if self.transport.sums_at_receiver:
-                    received = received.view(self.buffer.layout.world, -1)
-                    torch.sum(received, 0, dtype=total.dtype, out=total)
-                else:
-                    total.copy_(received)
-
     def accumulate_to_end(self) -> None:
         """Accumulate, and mark the end; after an exception, too, as some of it may be in the stream."""
         try:
@@ -706,15 +675,15 @@ class ReductionInFlight:
 
         On the stream of the last collective; on the CPU once the host has waited for it.
         """
-        self._accumulated = True
-        # Only in a backward with ``create_graph``, and outside of backward.
-        if torch.is_grad_enabled():
+        if (
+            torch.is_grad_enabled()
+        ):  # only in a backward with ``create_graph``, and outside of backward
             with torch.no_grad():
-                for part in self.parts:
-                    self._accumulate_part(part)
-        else:
-            for part in self.parts:
-                self._accumulate_part(part)
+                self.accumulate()
+            return
+        self._accumulated = True
+        for part in self.parts:
+            self._accumulate_part(part)
 
     def _accumulate_part(self, part: _Part) -> None:
         settings, bucket, reduced, final = self.settings, part.bucket, part.reduced, part.final
@@ -741,9 +710,8 @@ class ReductionInFlight:
         if not views:
             with self.buffer.below_autograd:
                 views = _views(final, bucket.gradients)
-        in_dtensors = (
-            type(sharded_params[0]) is DTensorShardedParam
-        )  # those of a group are of one kind
+        # Those of a group are of one kind.
+        in_dtensors = type(sharded_params[0]) is DTensorShardedParam
         for sharded_param, gradient in zip(sharded_params, views, strict=True):
             param = sharded_param.param
             if (
@@ -794,7 +762,7 @@ class ReductionInFlight:
             if observed is not None:
                 observed.observer.waited("reduce", observed.group)
         if self.brings_out and not context.asynchronous and self.issued:
-            self.bring_out()
+            bring_out(self.transport, self.parts)
         self._wait_for(self._events.input_read, "reduce")
         # The compute stream is behind the last read now, so the memory may go back to its pool.
         self.copy_in = None
@@ -852,11 +820,9 @@ class ReductionInFlight:
             return
         if not context.asynchronous:
             event = None
-        elif self._marks_end or self.is_followed:
+        elif self.is_followed:
             event = events.done
-            if (
-                not self._marks_end
-            ):  # behind copies to the host, which have no event in steps that are not observed
+            if not self._marks_end:  # behind a copy to the host, which has no event otherwise
                 with context.reduce_scatter:
                     event.record()
         else:
@@ -920,25 +886,6 @@ def _pieces(gradients: Sequence[Tensor], cuts: Sequence[Cut]) -> list[Tensor]:
         else:
             pieces += _views(gradient if gradient.is_contiguous() else gradient.contiguous(), cut)
     return pieces
-
-
-def _staged(
-    bucket: ReduceBucket, rule: DivideRule, inputs: Sequence[Tensor], transport: Transport
-) -> _Part:
-    """Copy inputs into one message, row after row, in memory of the transport, and take memory for what comes back."""
-    world, receives = transport.group.size(), transport.sums_at_receiver
-    dtype = inputs[0].dtype if receives else bucket.reduce_dtype
-    output = transport.allocate(bucket.numel * (world if receives else 1), dtype)
-    packed = transport.allocate(bucket.numel * world, dtype)
-    rows = packed.view(world, bucket.numel).zero_()
-    torch._foreach_copy_(
-        [rows.narrow(1, start, numel) for start, numel in bucket.output_ranges],
-        [tensor.view(world, -1) for tensor in inputs],
-    )
-    if not receives and not transport.recycles:
-        return _Part(bucket, rule, [packed], [output], output, lent=[packed])
-    reduced = torch.empty(bucket.numel, dtype=bucket.reduce_dtype, device=packed.device)
-    return _Part(bucket, rule, [packed], [output], reduced, totals=[reduced], lent=[packed, output])
 
 
 def _views(tensor: Tensor, views: Sequence[OutputView]) -> list[Tensor]:

@@ -3,7 +3,7 @@
     ReduceSettings    values that users set, replaced whole
     DivideRule        how a sum becomes a mean
     GradientDtypes    in which dtypes gradients wait, travel, are summed and end
-    call_replacement, run_hook, download    a user's reduction, a user's hook, and the way to host memory
+    joined, staged, bring_out, ...   messages that are copied once more, a user's function or hook, the way to host memory
 
 `reduction` reads the values in every step. The rest is called where a policy is new, or by steps that are not plain.
 """
@@ -11,9 +11,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fullshard import torch_border
 from fullshard.mesh.axes import DataParallelAxes
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.storage.param import FSDPParam
+from fullshard.storage.reduce_buffer import ReduceBucket
 from fullshard.storage.sharded_params import PlainShardedParam, ShardedParam, reads_gradients
 from fullshard.transport.streams import FSDPCommContext
 from fullshard.transport.transports import Transport
@@ -157,10 +158,8 @@ class GradientDtypes:
         """Derive all from the policy and the parameters' dtypes, and return whether a reduce buffer must be made anew."""
         self._given, self._compute = policy.reduce_dtype, [*compute_dtypes]
         # What stays on its rank is not rounded.
-        before, self.wire = (
-            self.wire,
-            policy.wire_dtype if self._mesh_info.shard_mesh_size > 1 else None,
-        )
+        before = self.wire
+        self.wire = policy.wire_dtype if self._mesh_info.shard_mesh_size > 1 else None
         self._own = [param.sharded_param.grad_dtype for param in self._params]
         self.arrived = {i: dtype for i, dtype in enumerate(compute_dtypes) if self._own[i] is None}
         return self._set() or before is not self.wire
@@ -231,26 +230,73 @@ class GradientDtypes:
                 unsharded.grad_dtype = None if is_wider else added_up
 
 
-# --- functions of the user's, and host memory -----------------------------------------------------
+# --- other ways than in place ---------------------------------------------------------------------
 
 
-def call_replacement(
-    replacement: Callable[[Tensor, Tensor | None], None],
-    output: Tensor,
-    tensor: Tensor,
-    *,
-    is_sharded: bool,
+class _Brought(Protocol):
+    """What a collective has written, and where it is wanted."""
+
+    outputs: Sequence[Tensor]
+    totals: Sequence[Tensor]
+
+
+def joined(bucket: ReduceBucket) -> Tensor:
+    """Copy messages that do not lie flat into one."""
+    rows = bucket.messages[0].new_empty(len(bucket.messages[0]), bucket.numel)
+    bucket.copy_into(rows)
+    return rows.view(-1)
+
+
+def staged(
+    bucket: ReduceBucket, transport: Transport, world: int
+) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], list[Tensor]]:
+    """Copy messages into one in memory of the transport.
+
+    Return its input and output, the reduced gradients, what the transport has lent, and where outputs are to be brought.
+    """
+    receives = transport.sums_at_receiver
+    dtype = bucket.messages[0].dtype if receives else bucket.reduce_dtype
+    output = transport.allocate(bucket.numel * (world if receives else 1), dtype)
+    packed = transport.allocate(bucket.numel * world, dtype)
+    bucket.copy_into(packed.view(world, bucket.numel))
+    if not receives and not transport.recycles:
+        return [packed], [output], output, [packed], []
+    reduced = torch.empty(bucket.numel, dtype=bucket.reduce_dtype, device=packed.device)
+    return [packed], [output], reduced, [packed, output], [reduced]
+
+
+def bring_out(transport: Transport | None, parts: Iterable[_Brought]) -> None:
+    """Bring results out of memory that is given back with the input; after the collectives."""
+    for part in parts:
+        for received, total in zip(part.outputs, part.totals, strict=False):
+            if transport is not None and transport.sums_at_receiver:
+                rows = received.view(transport.group.size(), -1)
+                torch.sum(rows, 0, dtype=total.dtype, out=total)
+            else:
+                total.copy_(received)
+
+
+def reduce_here(
+    settings: ReduceSettings, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> None:
-    """Let the user's function reduce ``tensor`` into ``output``, or ``output`` itself if nothing is sharded."""
-    output, tensor = as_real(output), as_real(tensor)
-    result = output.detach()
-    if is_sharded:
-        replacement(tensor.detach(), result)
-    else:
-        replacement(result, None)
-    # It may have given the tensor other data: of another dtype, say.
-    if not torch_border.same_memory(result, output):
-        output.copy_(result)
+    """Reduce without a transport: let the user's function do it, or copy what stays on this rank.
+
+    The function gets the output itself if nothing is sharded.
+    """
+    is_sharded = settings.process_group is not None
+    if not is_sharded:
+        torch._foreach_copy_(list(outputs), list(inputs))
+    if settings.replacement is None:
+        return
+    for output, tensor in zip(map(as_real, outputs), map(as_real, inputs), strict=True):
+        result = output.detach()
+        if is_sharded:
+            settings.replacement(tensor.detach(), result)
+        else:
+            settings.replacement(result, None)
+        # It may have given the tensor other data: of another dtype, say.
+        if not torch_border.same_memory(result, output):
+            output.copy_(result)
 
 
 def run_hook(settings: ReduceSettings, context: FSDPCommContext, reduced: Tensor) -> None:
