@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from fullshard.engine.reduction import fill as laid_into, take_memory
-from fullshard.engine.reduction_settings import joined
+from fullshard.engine.reduction import fill as laid_into
+from fullshard.engine.reduction_state import joined
 from fullshard.layout.segments import ALIGNMENT, ROW_ALIGNMENT, Division
 from fullshard.storage.reduce_buffer import OutputView, ReduceBucket, ReduceBuffer
 from tests.helpers.compare import assert_equal
@@ -65,7 +65,8 @@ def reduce_buffers(
         storage = memory_of(buffer)
         if storage.nbytes():
             torch.tensor([], dtype=torch.uint8).set_(storage).fill_(RUBBISH)
-        take_memory(buffer)
+        buffer.allocate()
+        laid_into(buffer, {}, (), ())
         buffers.append(buffer)
     return buffers
 
