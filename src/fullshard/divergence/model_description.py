@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.ownership import names_in_common
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.reduction_settings import ReduceSettings
+from fullshard.engine.reduction_state import ReduceSettings
 from fullshard.engine.state import FSDPState
 from fullshard.errors import ConfigurationError
 from fullshard.layout.segments import Division

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.reduction import Reduction
-from fullshard.engine.reduction_settings import ActiveRanks
+from fullshard.engine.reduction_state import ActiveRanks
 from fullshard.engine.state import named_states
 from fullshard.errors import (
     ConfigurationError,
