@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "process.md"
 def told_by(*arguments: str) -> list[dict[str, list[str]]]:
     """What `process_changes` prints in a new interpreter, line by line."""
     command = [sys.executable, "-W", "ignore", "-m", process_changes.__name__, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -80,6 +80,7 @@ def test_the_page_lists_what_a_step_and_a_checkpoint_change(tmp_path: Path) -> N
     assert "atexit.register" in sharded["calls"]
 
 
+@pytest.mark.slow
 def test_the_watchdog_and_its_hooks_are_switched_off_by_one_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
