@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import torch_border
+from fullshard.comm.backends import backends_in_use
 from fullshard.comm.control_channel import closed_connections
 from fullshard.comm.journal import POSITION, Journal, journals
 from fullshard.comm.streams import comm_contexts
@@ -111,7 +112,7 @@ class Observer:
     def answer(self, states: Mapping[int, str], words: Mapping[int, tuple[str, str]]) -> Answer:
         """Return where this rank is, with the states and last words of other processes on this host."""
         wait = self.wait()
-        if wait is not None and wait.kind == "torch":
+        if wait is not None and wait.kind == "torch" and not _has_keepalives():
             wait = replace(wait, traffic=traffic(self._store_port))
         groups = {group_key(journal): _group_answer(journal) for journal in journals()}
         return Answer(
@@ -131,6 +132,10 @@ class Observer:
             states=states,
             words=words,
         )
+
+
+def _has_keepalives() -> bool:
+    return any(each.has_keepalives for each in backends_in_use())
 
 
 def _group_answer(journal: Journal) -> GroupAnswer:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
+from fullshard.comm.backends import abort_all
 from fullshard.comm.journal import POSITION, journals
 from fullshard.comm.verdict import VERDICT
 from fullshard.comm.watchdog import last_words, process_end, release
@@ -488,6 +489,10 @@ class Watchdog:
             return  # the program has left the process group since, and may have made another one
         VERDICT.message = message
         if self._comes_back(RELEASE_S):
+            if not VERDICT.taken and torch_border.pending_in_backend():
+                # It seems to run, but may be blocked in a launch, or wait for the device. What that computes from now on is void.
+                abort_all()
+                release.raise_in(self._observer.thread, message)
             return
         release.abort_collectives(self._port)
         if self._comes_back(RELEASE_S):
