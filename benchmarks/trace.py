@@ -120,8 +120,8 @@ def count_questions(contestant: Contestant) -> int:
             asked += 1
 
     (root,) = outermost_states(contestant.model).values()
-    assert root.runtime is not None, "warmed up"
-    context = root.runtime.context
+    assert root.step is not None, "warmed up"
+    context = root.step.context
     context.__class__ = Counting
     try:
         contestant.forward_backward()

@@ -66,7 +66,7 @@ KEPT = {
         "CUDA refuses to join a stream that was not forked from the capture; see the tests below"
     ),
     "FSDPCommContext.note_replay": "asked for by the watchdog's thread, and waited for by no stream",
-    "FSDPCommContext.wait_for_releases < Runtime.hand_over": (
+    "FSDPCommContext.wait_for_releases < Step.hand_over": (
         "torch hands a stream that is gone out again, with its pool; streams of the virtual device are never handed out again"
     ),
 }
@@ -104,7 +104,7 @@ def test_every_wait_and_every_mark_is_needed_somewhere_or_its_reason_is_known() 
     unnoticed = {site for site, found in noticed.items() if not found}
     assert {where for _, where in unnoticed} <= KEPT.keys(), unnoticed
     assert KEPT.keys() <= {where for _, where in noticed} | {
-        "FSDPCommContext.wait_for_releases < Runtime.hand_over"
+        "FSDPCommContext.wait_for_releases < Step.hand_over"
     }
     assert len(noticed) > 40
 

@@ -22,14 +22,16 @@ from fullshard import (
     fully_shard,
     guarded_step,
 )
-from fullshard.divergence.journal import POSITION, journal_of, tag
-from fullshard.divergence.meetings import meet
+from fullshard.divergence.journal import journal_of
+from fullshard.divergence.meetings import Meetings
 from fullshard.divergence.step_guard import StepFailure, StepGuard
-from fullshard.engine.reduce_scatter import ReduceScatterState
+from fullshard.engine.reduction import Reduction
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import named_states
 from fullshard.mesh.backends import backend_named
 from fullshard.storage.buffers import Buffer
+from fullshard.transport.monitor import POSITION
+from fullshard.transport.tags import tag
 from fullshard.transport.works import JoinedGather
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 from tests.helpers.training import FULLSHARD, Run, ShardOptimizer, shard
@@ -73,7 +75,7 @@ class Trap:
             for owner, name in (
                 (Buffer, "allocate"),
                 (JoinedGather, "__init__"),
-                (ReduceScatterState, "_prepare"),
+                (Reduction, "_prepare"),
             ):
                 patch.setattr(owner, name, self._counted(getattr(owner, name)))
             yield
@@ -192,14 +194,12 @@ def assert_between_steps(model: nn.Module) -> None:
     """Nothing is gathered or in flight, no memory is held, and there is no gradient."""
     assert all(param.grad is None for param in model.parameters())
     for state in named_states(model):
-        assert state.runtime is None or not (
-            state.runtime.busy or state.runtime.context.reduce_inputs
-        )
+        assert state.step is None or not (state.step.busy or state.step.context.reduce_inputs)
         for group in state.groups:
-            buffer = group.reducer._buffer
+            buffer = group.reduction._buffer
             assert group.sharded_state is ShardedState.SHARDED
             assert group.held_bytes == 0
-            assert not group.reducer.unreduced.held
+            assert not group.reduction.unreduced.held
             assert buffer is None or not buffer.allocated
 
 
@@ -502,7 +502,7 @@ def ranks_of_a_mesh_that_fail_at_once() -> list[tuple[int, ...]]:
                     if waiting_in is not None:
                         for _ in range(2):
                             # It may meet those of its row, and must learn at the latest at the end.
-                            meet(waiting_in, tag("all-gather of something"), GLOO)
+                            Meetings(waiting_in, GLOO).before(tag("all-gather of something"))
                     guard.end("raise")
                 assert guard.has_learned
             found = tuple(each.rank for each in guard.fail(own))
@@ -510,8 +510,8 @@ def ranks_of_a_mesh_that_fail_at_once() -> list[tuple[int, ...]]:
             assert set(found) <= set(failing)
             told.append(found)
     guard.begin()
-    meet(rows, tag("a"), GLOO)
-    meet(columns, tag("b"), GLOO)
+    Meetings(rows, GLOO).before(tag("a"))
+    Meetings(columns, GLOO).before(tag("b"))
     guard.end("raise")
     guard.finish()
     return told

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.divergence.journal import Tag
 from fullshard.transport import collectives
+from fullshard.transport.tags import Tag
+from fullshard.transport.transports import Coalesced
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.page_programs import DOCS, blocks, check_output, execute
 from tests.helpers.training import gradients, weights
@@ -79,29 +80,26 @@ def recorded_collectives() -> Iterator[Counter[tuple[str, int, int]]]:
     def record(name: str, group: dist.ProcessGroup, tensors: Iterable[Tensor]) -> None:
         seen[name, group.size(), sum(tensor.nbytes for tensor in tensors)] += 1
 
-    gather, scatter, reduce = (
-        collectives.all_gather,
-        collectives.reduce_scatter,
-        collectives.all_reduce,
-    )
+    gather, scatter, reduce = Coalesced.gather, Coalesced.reduce, collectives.all_reduce
 
-    def all_gather(outputs: Any, inputs: Any, group: Any, tag: Tag, **options: Any) -> Any:
-        record("all_gather", group, outputs)
-        return gather(outputs, inputs, group, tag, **options)
+    def all_gather(transport: Any, outputs: Any, *args: Any, **options: Any) -> Any:
+        record("all_gather", transport.group, outputs)
+        return gather(transport, outputs, *args, **options)
 
     def reduce_scatter(
-        outputs: Any, inputs: Any, group: Any, op: Any, tag: Tag, **options: Any
+        transport: Any, outputs: Any, inputs: Any, *args: Any, **options: Any
     ) -> Any:
-        record("reduce_scatter", group, inputs)
-        return scatter(outputs, inputs, group, op, tag, **options)
+        record("reduce_scatter", transport.group, inputs)
+        return scatter(transport, outputs, inputs, *args, **options)
 
     def all_reduce(tensor: Tensor, group: Any, op: Any, tag: Tag) -> None:
         record("all_reduce", group, [tensor])
         reduce(tensor, group, op, tag)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for replacement in (all_gather, reduce_scatter, all_reduce):
-            monkeypatch.setattr(collectives, replacement.__name__, replacement)
+        monkeypatch.setattr(Coalesced, "gather", all_gather)
+        monkeypatch.setattr(Coalesced, "reduce", reduce_scatter)
+        monkeypatch.setattr(collectives, "all_reduce", all_reduce)
         yield seen
 
 

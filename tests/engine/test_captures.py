@@ -17,9 +17,10 @@ import fullshard.layout.segments
 from fullshard import MixedPrecisionPolicy, UsageError, fully_shard
 from fullshard.engine import captures, options
 from fullshard.mesh.backends import Backend
-from fullshard.transport import collectives, streams
+from fullshard.transport import streams
 from fullshard.transport.streams import FSDPCommContext
-from tests.gpu.conftest import reduce_scatter
+from fullshard.transport.transports import Coalesced
+from tests.gpu.conftest import reduce_to_itself
 from tests.helpers.fake import fake_world
 
 WIDTH = 8
@@ -82,7 +83,7 @@ def emulated_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(FSDPCommContext, "new_event", new_event)
     monkeypatch.setattr(FSDPCommContext, "fork_and_join", nothing)
     monkeypatch.setattr(FSDPCommContext, "gathers_wait_for", nothing)
-    monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(Coalesced, "reduce", reduce_to_itself)
     for module in (streams, captures, options):
         monkeypatch.setattr(module, "is_capturing", lambda: Capture.number > 0)
     with fake_world(4):
@@ -139,13 +140,13 @@ def test_neither_events_nor_gathered_parameters_cross_the_border_of_a_capture(
     expected, model = make_model(**settings), make_model(**settings)
     model.set_reshard_after_backward(not kept)
     gathers: list[int] = []
-    all_gather = collectives.all_gather
+    all_gather = Coalesced.gather
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         gathers.append(Capture.number)
         return all_gather(*args, **kwargs)
 
-    monkeypatch.setattr(collectives, "all_gather", counted)
+    monkeypatch.setattr(Coalesced, "gather", counted)
     for number in range(7):
         if number in (2, 3, 5):  # two captures one after the other, then one after an eager step
             if kept:

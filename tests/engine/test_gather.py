@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import fullshard.layout.segments
 from benchmarks.stream_settings import checked
 from fullshard import FullyShardedDataParallel, fully_shard
-from fullshard.divergence.journal import tag
 from fullshard.engine.full_params import all_gather_full
 from fullshard.engine.gather import Gather
 from fullshard.engine.known_groups import groups_of
@@ -35,6 +34,7 @@ from fullshard.transport.comm_objects import DefaultAllGather
 from fullshard.transport.observer import StepObserver
 from fullshard.transport.staged import Staged
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.tags import tag
 from fullshard.transport.transports import Coalesced, Transport
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
@@ -391,7 +391,7 @@ def test_an_observer_is_told_of_gathers_aside_of_a_step() -> None:
         state = state_of(model[0])
         assert state is not None
         context = state.groups[0].context
-        context.observer = aside = Aside()
+        context.observe(aside := Aside())
         model(torch.ones(2, 4)).sum().backward()
         assert aside.names == []
         model[1].unshard()
@@ -406,7 +406,7 @@ def test_full_parameters_are_gathered_aside() -> None:
         model = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=True)
         model(torch.ones(2, 4)).sum().backward()
         (group,) = groups_of(model.parameters())
-        group.context.observer = aside = Aside()
+        group.context.observe(aside := Aside())
         with FullyShardedDataParallel.summon_full_params(model):
             assert aside.names == [group.name]
 

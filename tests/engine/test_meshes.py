@@ -31,10 +31,9 @@ from fullshard import (
     fully_shard,
     replicate,
 )
-from fullshard.divergence.journal import Tag
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.mesh import axes as mesh
-from fullshard.transport import collectives
+from fullshard.transport.transports import Coalesced
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.models import ModelOptions, make_decoder
 from tests.helpers.training import (
@@ -58,13 +57,13 @@ from tests.helpers.training import (
 def recorded_gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of ranks of every gather from now on."""
     sizes: list[int] = []
-    original = collectives.all_gather
+    original = Coalesced.gather
 
-    def all_gather(outputs: Any, inputs: Any, group: Any, tag: Tag, **options: Any) -> Any:
-        sizes.append(group.size())
-        return original(outputs, inputs, group, tag, **options)
+    def gather(transport: Any, *args: Any, **options: Any) -> Any:
+        sizes.append(transport.group.size())
+        return original(transport, *args, **options)
 
-    monkeypatch.setattr(collectives, "all_gather", all_gather)
+    monkeypatch.setattr(Coalesced, "gather", gather)
     return sizes
 
 
@@ -155,7 +154,7 @@ def test_parts_are_never_stale(world) -> None:
 
 
 def parts_held(model: nn.Module) -> int:
-    states = fully_shard.state(model).runtime.states
+    states = fully_shard.state(model).step.states
     return sum(
         group.sharded_state is ShardedState.SHARDED_POST_FORWARD
         for state in states

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from fullshard.engine.schedule import FORWARD, BackwardGraphs, Call, Schedule, has_left
+from fullshard.engine.schedule import FORWARD, Call, Schedule
+from fullshard.engine.step import has_left, look_past
 
 
 class Unit(str):
@@ -156,10 +157,10 @@ def test_backward_looks_past_calls_that_need_no_gather_once(schedule: Schedule[s
         asked.append(call.unit)
         return call.unit == "a"
 
-    assert recorded["root"].look_past(needs_gather) is recorded["a"]
-    assert recorded["c"].look_past(needs_gather) is recorded["a"]
+    assert look_past(recorded["root"], needs_gather) is recorded["a"]
+    assert look_past(recorded["c"], needs_gather) is recorded["a"]
     assert asked == ["c", "b", "a", "a"]
-    assert recorded["a"].look_past(needs_gather) is None
+    assert look_past(recorded["a"], needs_gather) is None
     assert recorded["c"].previous is recorded["b"]
 
 
@@ -289,32 +290,6 @@ def test_calls_know_whether_a_backward_pass_made_them(schedule: Schedule[str]) -
     assert schedule.recompute(unit_of("a"), 7).made_in == 7
     added = schedule.in_backward(unit_of("a"), 8, None)
     assert added.made_in == 8 and added.has_backward
-
-
-def test_only_other_passes_execute_what_a_pass_adds(schedule: Schedule[str]) -> None:
-    graphs: BackwardGraphs[str] = BackwardGraphs()
-    assert not graphs.awaited(7)
-    first = schedule.in_backward(unit_of("b"), 7, graphs.latest)
-    graphs.add(unit_of("b"), first)
-    second = schedule.in_backward(unit_of("a"), 7, graphs.latest)
-    graphs.add(unit_of("a"), second)
-    assert second.previous is first  # a later pass comes to a first, then to b
-    assert graphs.of(unit_of("a")) is second and graphs.of(unit_of("c")) is None
-    assert not graphs.awaited(7) and graphs.awaited(8)
-    graphs.end_pass()
-    assert graphs.of(unit_of("a")) is None and graphs.latest is None
-    graphs.finish(first)
-    graphs.finish(second)
-    assert not graphs.awaited(8)
-    graphs.reach(second)  # once more, of a graph that was retained
-    assert graphs.awaited(9)
-
-
-def test_what_belongs_to_a_graph_that_is_gone_is_not_awaited(schedule: Schedule[str]) -> None:
-    graphs: BackwardGraphs[str] = BackwardGraphs()
-    graphs.add(unit_of("a"), schedule.in_backward(unit_of("a"), 7, None))
-    graphs.end_pass()
-    assert not graphs.awaited(8)
 
 
 # --- has_left: whose backward is over? ------------------------------------------------------------

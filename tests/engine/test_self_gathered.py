@@ -316,7 +316,7 @@ def memory_and_state_dicts() -> None:
     apply(model, "plain")
     saved = {name: plain(param) for name, param in model.named_parameters()}
     model(mine(batch_of(0))).backward()
-    for state in fully_shard.state(model).runtime.states:
+    for state in fully_shard.state(model).step.states:
         for group in state.groups:
             beside = group.routes.beside
             for member in beside.members if beside else ():

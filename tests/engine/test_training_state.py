@@ -180,10 +180,10 @@ def test_a_failed_step_is_given_up(recorded: Recorded) -> None:
         loss = net(torch.ones(1, 4)).sum()
         with pytest.raises(ArithmeticError):
             loss.backward()
-        runtime = state_of(net).runtime  # type: ignore[union-attr]
-        assert runtime is not None and runtime.busy
+        step = state_of(net).step  # type: ignore[union-attr]
+        assert step is not None and step.busy
         net.reset_iter_state()
-        assert not runtime.busy
+        assert not step.busy
         assert changes_of(net.second, recorded)[-1][1] is IDLE
         assert (PRE_BACKWARD, IDLE) in changes_of(net, recorded)
 

@@ -29,7 +29,7 @@ from fullshard import (
 from fullshard.engine import fused_linear
 from fullshard.engine.state import state_of
 from fullshard.layout.placement import local_tensor
-from fullshard.transport import collectives
+from fullshard.transport.transports import Coalesced
 from tests.helpers.compare import assert_close
 
 WIDTH, INNER = 6, 7
@@ -521,14 +521,14 @@ def counted_products() -> Iterator[list[int]]:
 def counted_reductions() -> Iterator[list[str]]:
     """Yield a list with the tag of every reduce-scatter."""
     called: list[str] = []
-    original = collectives.reduce_scatter
+    original = Coalesced.reduce
 
-    def count(outputs: Any, inputs: Any, group: Any, op: Any, tag: Any, **options: Any) -> Any:
+    def count(transport: Any, outputs: Any, inputs: Any, op: Any, tag: Any, **options: Any) -> Any:
         called.append(tag.text)
-        return original(outputs, inputs, group, op, tag, **options)
+        return original(transport, outputs, inputs, op, tag, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "reduce_scatter", count)
+        patch.setattr(Coalesced, "reduce", count)
         yield called
 
 

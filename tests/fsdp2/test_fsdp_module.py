@@ -22,7 +22,7 @@ from fullshard import (
     share_comm_ctx,
 )
 from fullshard.engine.state import state_of
-from fullshard.transport import collectives
+from fullshard.transport.transports import Coalesced
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Decoder, ModelOptions, make_decoder, tokens_for
@@ -478,7 +478,7 @@ def test_models_share_streams(before_first_forward: bool) -> None:
         share_comm_ctx(models)
         for model in models:
             model(torch.ones(1, 3)).sum().backward()
-        runtimes = [state_of(model).runtime for model in models]
+        runtimes = [state_of(model).step for model in models]
         assert runtimes[0].context is runtimes[1].context
         assert all(
             group.context is runtimes[0].context
@@ -492,7 +492,7 @@ def test_the_largest_number_of_input_buffers_counts() -> None:
         model = shard(make_decoder(), FULLSHARD, Run())
         model.blocks[1].set_reduce_scatter_max_input_buffers(3)
         model(tokens_for(0, 2)).backward()
-        context = state_of(model).runtime.context
+        context = state_of(model).step.context
         assert context.max_reductions == 3
         model.set_reduce_scatter_max_input_buffers(2)
         assert context.max_reductions == 2
@@ -506,19 +506,19 @@ def inputs_in_flight(limit: int) -> int:
     model.set_reduce_scatter_max_input_buffers(limit)
     groups = [state_of(module).groups[0] for module in all_modules(model)]
     most = 0
-    reduce_scatter = collectives.reduce_scatter
+    reduce = Coalesced.reduce
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal most
-        buffers = [group.reducer._buffer for group in groups]
+        buffers = [group.reduction._buffer for group in groups]
         most = max(most, sum(buffer is not None and buffer.allocated for buffer in buffers))
-        return reduce_scatter(*args, **kwargs)
+        return reduce(*args, **kwargs)
 
-    collectives.reduce_scatter = counted
+    Coalesced.reduce = counted  # type: ignore[method-assign]
     try:
         model(mine(batch_of(0))).backward()
     finally:
-        collectives.reduce_scatter = reduce_scatter
+        Coalesced.reduce = reduce  # type: ignore[method-assign]
     reference = make_decoder(ModelOptions(depth=5))
     reference(batch_of(0)).backward()
     assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-6)
@@ -534,7 +534,7 @@ def reductions_use_their_own_group() -> bool:
     model = shard(make_decoder(), FULLSHARD, Run())
     model.set_separate_reduce_scatter_group()
     groups = {
-        state_of(module).groups[0].reducer.settings.process_group for module in all_modules(model)
+        state_of(module).groups[0].reduction.settings.process_group for module in all_modules(model)
     }
     shared = state_of(model).groups[0].mesh_info.shard_process_group
     (own,) = groups
@@ -582,7 +582,7 @@ def test_the_old_name_of_the_divide_factor_warns() -> None:
         layer: Any = fully_shard(nn.Linear(2, 2))
         with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
             layer.set_reduce_scatter_divide_factor(4.0)
-        assert state_of(layer).groups[0].reducer.settings.divide_by == 4.0
+        assert state_of(layer).groups[0].reduction.settings.divide_by == 4.0
 
 
 def test_every_method_of_torch_s_fsdp_module_is_there() -> None:

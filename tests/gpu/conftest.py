@@ -9,21 +9,23 @@ import torch
 
 from fullshard.mesh.axes import DataParallelAxes
 from fullshard.transport import collectives
+from fullshard.transport.transports import Coalesced, Exchanged
 
 
-def reduce_scatter(
-    outputs: Any, inputs: Any, group: Any, op: Any, tag: Any, **options: Any
+def reduce_to_itself(
+    transport: Any, outputs: Any, inputs: Any, op: Any, tag: Any, **options: Any
 ) -> None:
     """A stand-in for the fake group's, which writes nothing in torch 2.11: every input element counts."""
     for output, source in zip(outputs, inputs, strict=True):
         torch.sum(source.view(-1, output.numel()), 0, out=output.view(-1))
 
 
-def all_to_all(outputs: Any, inputs: Any, group: Any, tag: Any, *, async_op: bool) -> list[Any]:
+def exchange_with_itself(
+    transport: Any, outputs: Any, inputs: Any, op: Any, tag: Any, **options: Any
+) -> None:
     """The same for exchanges: what this rank sends is what it receives."""
     for output, source in zip(outputs, inputs, strict=True):
         output.copy_(source)
-    return []
 
 
 def exchange(output: Any, sizes: Any, tensor: Any, group: Any, tag: Any) -> None:
@@ -53,6 +55,6 @@ def communicates_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reduce_scatter_that_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
-    monkeypatch.setattr(collectives, "all_to_all", all_to_all)
+    monkeypatch.setattr(Coalesced, "reduce", reduce_to_itself)
+    monkeypatch.setattr(Exchanged, "reduce", exchange_with_itself)
     monkeypatch.setattr(collectives, "exchange", exchange)

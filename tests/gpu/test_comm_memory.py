@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard import MixedPrecisionPolicy, fully_shard, torch_border
 from fullshard.mesh.axes import DataParallelAxes
 from fullshard.transport import collectives, comm_objects
+from fullshard.transport.staged import Staged
+from fullshard.transport.transports import Coalesced
 from tests.gpu.conftest import TO_ITSELF
 from tests.gpu.test_streams import WIDTH, Layer, equal, pause
 
@@ -152,8 +154,9 @@ def disturb(rng: random.Random, patch: pytest.MonkeyPatch) -> None:
 
         return disturbed
 
-    for name in ("packed_all_gather", "packed_reduce_scatter", "all_gather", "reduce_scatter"):
-        patch.setattr(collectives, name, around(getattr(collectives, name)))
+    for transport in (Coalesced, Staged):
+        for name in ("gather", "reduce"):
+            patch.setattr(transport, name, around(getattr(transport, name)))
 
 
 def same_bits_when_disturbed(setter: Callable[[Any], None], reduce_dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from fullshard import ConfigurationError, fully_shard, torch_border
 from fullshard.engine.state import state_of
 from fullshard.errors import CommunicationError
 from fullshard.mesh.backends import backend_named
-from fullshard.transport import collectives, comm_objects, staged, transports
+from fullshard.transport import collectives, comm_objects, monitor, transports
 from fullshard.transport.comm_objects import DefaultAllGather, DefaultReduceScatter, SymmetricPool
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world
@@ -93,7 +93,7 @@ def stand_ins() -> Iterator[Memory]:
         patch.setattr(torch_border, "allocate_tensor", allocate)
         patch.setattr(torch_border, "choose_symmetric_backend", lambda name: None)
         patch.setattr(torch_border, "symmetric_bytes", symmetric)
-        for module in (collectives, comm_objects, staged, transports):
+        for module in (collectives, comm_objects, monitor, transports):
             patch.setattr(module, "backend_of", lambda group, device: backend_named("nccl"))
         patch.setattr(SymmetricPool, "give", give_and_overwrite)
         patch.setattr(comm_objects, "_POOLS", weakref.WeakKeyDictionary())
@@ -213,11 +213,11 @@ def only_gathers_without_sums() -> None:
         symmetric_memory(model)
         for group in groups_of(model):
             assert isinstance(group.routes.custom, comm_objects.SymmetricAllGather)
-            assert group.reducer.settings.custom is None
+            assert group.reduction.settings.custom is None
         before = groups_of(model)[0].routes.custom
         symmetric_memory_for_reductions_too(model)  # a second call adds what is now possible
         for group in groups_of(model):
-            assert isinstance(group.reducer.settings.custom, comm_objects.SymmetricReduceScatter)
+            assert isinstance(group.reduction.settings.custom, comm_objects.SymmetricReduceScatter)
         assert groups_of(model)[0].routes.custom is before
 
 
@@ -254,7 +254,10 @@ def reductions_on_a_group_of_their_own(setter: Callable[[Any], None], before: bo
         if not before:
             model.set_separate_reduce_scatter_group()
         group = groups_of(model)[0]
-        gathers, reduces = group.mesh_info.shard_process_group, group.reducer.settings.process_group
+        gathers, reduces = (
+            group.mesh_info.shard_process_group,
+            group.reduction.settings.process_group,
+        )
         model(mine(batch_of(0))).backward()
         reference(batch_of(0)).backward()
         assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-6)
@@ -364,10 +367,10 @@ def test_what_excludes_each_other_is_refused_in_either_order(
         for name in first:
             CALLS[name](layer)
         (group,) = state_of(layer).groups
-        before = group.routes.custom, group.reducer.settings
+        before = group.routes.custom, group.reduction.settings
         with pytest.raises(ConfigurationError, match=words):
             CALLS[then](layer)
-        assert (group.routes.custom, group.reducer.settings) == before
+        assert (group.routes.custom, group.reduction.settings) == before
 
 
 ALLOWED = [

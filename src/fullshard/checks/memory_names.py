@@ -24,7 +24,7 @@ def _storages_of(group: FSDPParamGroup) -> Iterator[tuple[UntypedStorage, str]]:
     route = group.routes.from_shards
     if route is not None and route.codec.full is not None:
         yield route.codec.full.storage, f"the gather buffer of {name}"
-    for buffer in group.reducer.reduce_buffers():
+    for buffer in group.reduction.buffers():
         yield buffer.storage, f"the reduce buffer of {name}"
     for each in group.sharded_params:
         yield _storage_of(each.param), f"the shards of {name}"

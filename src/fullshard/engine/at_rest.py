@@ -22,7 +22,7 @@ def bring_to_rest(model: nn.Module, method: str) -> list[FSDPState]:
     """
     found = (state_of(module) for module in model.modules())
     states = list(dict.fromkeys(state for state in found if state is not None))
-    if any(state.runtime is not None and state.runtime.busy for state in states):
+    if any(state.step is not None and state.step.busy for state in states):
         raise LifecycleError(
             f"{method} was called within forward or backward of the model. Call it between them. (After an exception, "
             "call reset_iter_state of a model that was sharded with fully_shard, or run a forward of a wrapped one.)"

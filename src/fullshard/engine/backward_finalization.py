@@ -20,16 +20,16 @@ from fullshard.engine.state import FSDPState
 from fullshard.errors import LifecycleError
 
 if TYPE_CHECKING:
-    from fullshard.engine.runtime import Runtime
+    from fullshard.engine.step import Step
 
 
 class GradientReductionHandle:
     """Reductions in flight: what `FSDPModule.finalize_backward(async_op=True)` returns."""
 
-    def __init__(self, runtime: Runtime | None) -> None:
+    def __init__(self, step: Step | None) -> None:
         """Begin to await the reductions of a model; None for one that has not run."""
-        self._runtime = runtime
-        self._num_resets = 0 if runtime is None else runtime.num_resets
+        self._step = step
+        self._num_resets = 0 if step is None else step.num_resets
 
     def wait(self) -> None:
         """Wait until the gradients are reduced; the current stream may use them afterwards.
@@ -37,19 +37,19 @@ class GradientReductionHandle:
         Raises:
             LifecycleError: `reset_iter_state` has dropped them since.
         """
-        runtime = self._runtime
-        if runtime is None:
+        step = self._step
+        if step is None:
             return  # nothing was reduced, or this was called before
-        if runtime.num_resets != self._num_resets:
+        if step.num_resets != self._num_resets:
             raise LifecycleError(
                 "A GradientReductionHandle cannot wait for gradients that reset_iter_state() has dropped since. Forget "
                 "the handle, and run the step again."
             )
-        self._runtime = None
-        if runtime.busy:
-            runtime.context.join()  # with another forward, whose backward ends as usual
-        elif runtime.awaits_finalization:
-            runtime.end_backward()
+        self._step = None
+        if step.busy:
+            step.context.join()  # with another forward, whose backward ends as usual
+        elif step.awaits_finalization:
+            step.end_backward()
 
 
 _MANUAL: weakref.WeakSet[FSDPState] = weakref.WeakSet()
@@ -58,10 +58,10 @@ _MANUAL: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 
 def set_manual(state: FSDPState, enabled: bool) -> None:
     """Let the user finalize backward, or the end of each pass; between backwards."""
-    runtime = state.runtime
-    if runtime is not None:
-        _check_is_root(state, runtime, "set_manual_backward_finalization")
-        has_begun = runtime.backward.running or runtime.awaits_finalization
+    step = state.step
+    if step is not None:
+        _check_is_root(state, step, "set_manual_backward_finalization")
+        has_begun = step.passes or step.awaits_finalization
         if has_begun and enabled is not state.options.manual_finalization:
             raise LifecycleError(
                 "set_manual_backward_finalization must be called between steps, but a backward of this model has begun and is "
@@ -73,26 +73,36 @@ def set_manual(state: FSDPState, enabled: bool) -> None:
 
 def finalize(state: FSDPState, async_op: bool) -> GradientReductionHandle | None:
     """Reduce what passes have added up, and end backward; with ``async_op``, return a handle that ends it."""
-    runtime = state.runtime
-    if runtime is not None:
-        _check_is_root(state, runtime, "finalize_backward")
+    step = state.step
+    if step is not None:
+        _check_is_root(state, step, "finalize_backward")
         if not state.options.manual_finalization:
             raise LifecycleError(
                 "finalize_backward() is for a model whose backward does not finalize itself. Call "
                 "set_manual_backward_finalization(True) before the forward, or leave this call out."
             )
-        if runtime.busy or torch_border.backward_pass_id() != -1:
+        if step.busy or torch_border.backward_pass_id() != -1:
             raise LifecycleError(
                 "finalize_backward() must be called outside of forward and backward, but one of this model is running. Call it "
                 "after the last backward."
             )
-        if runtime.awaits_finalization:
-            for each in runtime.states:
+        if step.awaits_finalization:
+            for each in step.states:
                 if each.options.reshard_after_backward:
                     each.reshard()
-        runtime.backward.reduce_postponed()
-        runtime.awaits_finalization = True
-    handle = GradientReductionHandle(runtime)
+        step.reduce_microbatches(
+            [
+                each
+                for each in step.states
+                if each.options.requires_gradient_sync
+                and (
+                    each in step.postponed
+                    or any(group.reduction.unreduced.partial for group in each.groups)
+                )
+            ]
+        )
+        step.awaits_finalization = True
+    handle = GradientReductionHandle(step)
     if async_op:
         return handle
     handle.wait()
@@ -101,23 +111,23 @@ def finalize(state: FSDPState, async_op: bool) -> GradientReductionHandle | None
 
 def not_finalized(params: Callable[[], Iterable[Tensor]]) -> list[str]:
     """Return names of parameters whose gradients may not be there yet, as their backward is not finalized."""
-    runtimes = [state.runtime for state in [*_MANUAL] if state.runtime is not None]
-    if not any(runtime.awaits_finalization for runtime in runtimes):
+    steps = [state.step for state in [*_MANUAL] if state.step is not None]
+    if not any(step.awaits_finalization for step in steps):
         return []
     wanted = {id(param) for param in params()}
     return [
         sharded_param.name
-        for runtime in runtimes
-        if runtime.awaits_finalization
-        for state in runtime.states
+        for step in steps
+        if step.awaits_finalization
+        for state in step.states
         for group in state.groups
         for sharded_param in group.sharded_params
         if id(sharded_param.param) in wanted
     ]
 
 
-def _check_is_root(state: FSDPState, runtime: Runtime, method: str) -> None:
-    if runtime.root is not state:
+def _check_is_root(state: FSDPState, step: Step, method: str) -> None:
+    if step.root is not state:
         raise LifecycleError(
             f"{method} must be called on the root module; {state.name!r} is below it. Call it on the module whose forward "
             "you call."

@@ -23,7 +23,8 @@ from fullshard.mesh.backends import backend_of
 from fullshard.transport.streams import comm_contexts, is_capturing
 
 if TYPE_CHECKING:
-    from fullshard.engine.runtime import Runtime
+    from fullshard.engine.state import FSDPState
+    from fullshard.engine.step import Step
 
 
 class StepHook:
@@ -37,15 +38,29 @@ class StepHook:
         self._call()
 
 
-def cross_border(runtime: Runtime, *, is_known: bool) -> None:
+def cross_border(step: Step, *, is_known: bool) -> None:
     """Begin a pass that is captured, or comes after a captured one; ``is_known`` if there was such a pass before.
 
     Raises:
         UsageError: the model cannot be captured, or not now.
     """
-    if runtime.context.in_capture:
-        _check_capturable(runtime, is_known=is_known)
-    runtime.context.cross_border()
+    if step.context.in_capture:
+        _check_capturable(step, is_known=is_known)
+    step.context.cross_border()
+
+
+def begin_forward(step: Step, states: Iterable[FSDPState]) -> None:
+    """Begin a forward of ``states`` that is captured, or comes after a captured pass: `cross_border`, and parameters."""
+    cross_border(step, is_known=step.has_run)
+    enters_or_leaves = step.context.enters_or_leaves
+    for state in step.states if enters_or_leaves else states:
+        if state.step is not step:
+            continue  # it has gone to another root
+        for group in state.groups:
+            group.drop_gather()
+            group.reshard()
+            if enters_or_leaves:
+                group.drop_unsharded_params()
 
 
 def end_failed_pass() -> None:
@@ -56,15 +71,15 @@ def end_failed_pass() -> None:
                 context.fork_and_join()
 
 
-def _check_capturable(runtime: Runtime, *, is_known: bool) -> None:
-    obstacles = obstacles_to_capture(group for state in runtime.states for group in state.groups)
+def _check_capturable(step: Step, *, is_known: bool) -> None:
+    obstacles = obstacles_to_capture(group for state in step.states for group in state.groups)
     if obstacles:
         raise UsageError(
             "A step is captured in a CUDA graph only if the device can do all of it without the host. These cannot:\n  "
             + "\n  ".join(obstacles)
             + "\nRun the step without capture, or change them; see docs/graphs.md."
         )
-    if runtime.context.observer is not None:
+    if not all(observer.capturable for observer in step.context.observers):
         raise UsageError(
             "A step cannot be captured in a CUDA graph while a trace is recorded: its events could not be read. Capture "
             "outside of fullshard's trace(), and trace an eager step."
@@ -85,7 +100,7 @@ def obstacles_to_capture(groups: Iterable[FSDPParamGroup]) -> list[str]:
                 f"{group.name}: its shards are in host memory (CPU offload), and the host waits for them"
             ] = None
         info = group.mesh_info
-        settings = group.reducer.settings
+        settings = group.reduction.settings
         for process_group in (
             info.shard_peers,
             info.replicate_process_group,

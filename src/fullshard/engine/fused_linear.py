@@ -4,14 +4,14 @@
     fused      product -> the weight's slot in the reduce buffer, in the reduce dtype
 
 The modules keep their class. `install` gives each `nn.Linear` that it is for a forward of its own (`forward`), which computes
-the same output, and whose backward asks the group's reducer for the place of the weight's gradient. In compiled modules an
+the same output, and whose backward asks the group's `Reduction` for the place of the weight's gradient. In compiled modules an
 operator does that (`compiled_linear`).
 A second product of the same weight in a backward, or in a later microbatch, is added there by the product itself. So are
 gradients of an input that several such layers read (`shared_inputs`).
 
 Backward returns no gradient for the weight. Autograd runs the parameter's hook nevertheless, when all nodes that use
 the weight are done. So arrivals are counted as they always are (`backward_hooks.gradient_arrived`), also for weights that are
-used twice, or by other operators, too. Those give the parameter an ordinary gradient, which the reducer adds to what is written.
+used twice, or by other operators, too. Those give the parameter an ordinary gradient, which the reduction adds to what is written.
 Gradients of a state are sent off when backward leaves it, if one of its hooks has run. If none has, the weights are used by an
 earlier call, to which backward will come; whatever is left is sent off at its end.
 
@@ -41,8 +41,8 @@ from fullshard.layout.names import clean_name
 
 if TYPE_CHECKING:
     from fullshard.engine.param_group import FSDPParamGroup
-    from fullshard.engine.runtime import Runtime
     from fullshard.engine.state import FSDPState
+    from fullshard.engine.step import Step
 
 WEIGHT, FORWARD = "weight", "forward"
 _FUSED = "_fullshard_fused"
@@ -73,7 +73,7 @@ class FusedWeight:
         self, state: FSDPState, group: FSDPParamGroup, index: int, inputs: SharedInputs
     ) -> None:
         self._state = weakref.ref(state)
-        self._reducer = group.reducer
+        self._reduction = group.reduction
         self._param = group.params[index]
         self._index = index
         self._device = group.device
@@ -134,7 +134,7 @@ class FusedWeight:
         # A pass with named inputs leaves the gradients of all others alone.
         if param is None or (_PASSES_WITH_INPUTS and not torch_border.pass_accumulates(param)):
             return
-        self._reducer.give_ordinary(self._index, gradients.t().mm(inputs))
+        self._reduction.give_ordinary(self._index, gradients.t().mm(inputs))
 
     def write(self, gradients: Tensor, inputs: Tensor) -> bool:
         """Write the product of output gradients and inputs, (rows, features) each, as the weight's gradient.
@@ -151,14 +151,14 @@ class FusedWeight:
     def _place(self) -> tuple[Tensor, bool] | None:
         state = self._state()
         # A pass with ``create_graph`` differentiates gradients. One with named inputs may not want this one.
-        if torch.is_grad_enabled() or _PASSES_WITH_INPUTS or state is None or state.runtime is None:
+        if torch.is_grad_enabled() or _PASSES_WITH_INPUTS or state is None or state.step is None:
             return None
-        reached = state.runtime.backward.reached.get(state)
+        reached = state.step.reached.get(state)
         # Nobody orders other streams before the reduction; of ordinary gradients autograd does.
         if reached is None or reached.stream != torch_border.current_stream_id(self._device):
             return None
         reduced = state.options.requires_gradient_sync
-        return self._reducer.place_for_product(self._index, reduced=reduced)
+        return self._reduction.place_for_product(self._index, reduced=reduced)
 
 
 def _nothing() -> None:
@@ -255,37 +255,37 @@ def without_fusing(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
 # --- which modules --------------------------------------------------------------------------------
 
 
-def install(runtime: Runtime) -> None:
+def install(step: Step) -> None:
     """Give linear layers their forwards, where options say so; between steps."""
     inputs = SharedInputs()
-    for state in runtime.states:
+    for state in step.states:
         if not state.options.fuse_gradients:
             continue
         for group in state.groups:
-            if state is not runtime.root:
-                group.reducer.write_products()
+            if state is not step.root:
+                group.reduction.write_products()
             for index, param in enumerate(group.params):
                 module = param.owners[0].module
                 if not isinstance(module, nn.Linear) or param.owners[0].name != WEIGHT:
                     continue
                 if _is_fused(module):
                     del module.forward  # of another root
-                if state is not runtime.root and not _reason(group, index):
+                if state is not step.root and not _reason(group, index):
                     setattr(module, _FUSED, FusedWeight(state, group, index, inputs))
                     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def reasons(state: FSDPState) -> dict[str, str]:
     """Return, by name, why weight gradients at and below a state are not fused; "" for those that are."""
-    runtime = state.runtime
-    if runtime is None:
+    step = state.step
+    if step is None:
         raise LifecycleError(
             "The first forward of the model decides which gradients are fused. Call fused_gradients() after it."
         )
     below = {module for each in state.modules for module in each.modules()}
-    paths = {module: clean_name(name) for name, module in runtime.root.modules[0].named_modules()}
+    paths = {module: clean_name(name) for name, module in step.root.modules[0].named_modules()}
     found = {}
-    for each in runtime.states:
+    for each in step.states:
         if not each.options.fuse_gradients or each.modules[0] not in below:
             continue
         for group in each.groups:
@@ -294,7 +294,7 @@ def reasons(state: FSDPState) -> dict[str, str]:
                     owner = param.owners[0]
                     name = f"{paths.get(owner.module, '')}.{owner.name}".removeprefix(".")
                     reason = _reason(group, index)
-                    if each is runtime.root:
+                    if each is step.root:
                         reason = "it belongs to the outermost module, which is reduced at the end of backward"
                     elif not reason and not param.trainable:
                         reason = "it is frozen"
@@ -322,6 +322,6 @@ def _reason(group: FSDPParamGroup, index: int) -> str:
         return "the forward of its module was replaced"
     if param.placement.unsharded_mesh is not None:
         return "it is tensor-parallel"
-    if not group.reducer.takes_product(index):
+    if not group.reduction.takes_product(index):
         return "it is not one piece in the reduce buffer: its shard dimension is not 0, its group is small and has a wire_dtype, or its memory is not in the order of its dimensions"
     return ""

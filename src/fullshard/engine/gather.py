@@ -16,9 +16,9 @@ import torch
 from torch.distributed import Work
 
 from fullshard import torch_border
-from fullshard.divergence.journal import Tag
 from fullshard.engine.routes import Route, Routes
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.tags import Tag
 
 
 class Gather:
@@ -117,13 +117,13 @@ class Gather:
         assert route is not None, "a gather is in flight"
         if self.unfinished:
             if observer is not None:
-                observer.begins("copy_out", group)
+                observer.begins("all_gather_copy_out", group)
             with context.all_gather:
                 if context.releases:
                     context.wait_for_releases()  # memory is taken here, too: rule 1
                 self._decode(route, context, group)
             if observer is not None:
-                observer.ends("copy_out", group)
+                observer.ends("all_gather_copy_out", group)
                 observer.memory_of_gathers(group)  # staging is released, other memory was allocated
         if observer is None:
             self._gathered.wait()
@@ -203,12 +203,6 @@ class Gather:
     def aliases_shards(self) -> bool:
         """Whether what was gathered last are the shards themselves."""
         return self.route is not None and self.route.codec.aliases_shards
-
-    @property
-    def addresses(self) -> range:
-        """Addresses of the gathered memory: a tensor that lies there is lost when it is given back."""
-        full = None if self.route is None else self.route.codec.full
-        return range(0) if full is None else full.addresses
 
     @property
     def held_bytes(self) -> int:

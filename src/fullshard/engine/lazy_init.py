@@ -6,19 +6,19 @@ from collections.abc import Iterable
 from functools import partial
 
 from fullshard import torch_border
-from fullshard.divergence import watchdog
 from fullshard.engine import fused_linear, process_hooks
 from fullshard.engine.ownership import names_in_common
 from fullshard.engine.padding import warn_of_padding
-from fullshard.engine.runtime import Runtime
+from fullshard.engine.root_model import RootModel
 from fullshard.engine.state import FSDPState, named_states, state_of
+from fullshard.engine.step import Step
 from fullshard.errors import LifecycleError, UsageError
 from fullshard.layout.names import clean_name
 from fullshard.storage.param import has_all_gather_extension
 from fullshard.transport.streams import FSDPCommContext
 
 
-def lazy_init(state: FSDPState) -> Runtime:
+def lazy_init(state: FSDPState) -> Step:
     """Make ``state`` the root of a model: find all states below it and connect them.
 
     At the first forward, since only then it is known which call of `fully_shard` was the outermost.
@@ -41,7 +41,7 @@ def lazy_init(state: FSDPState) -> Runtime:
             "set_manual_backward_finalization(True) is for the root module, but it was called on modules below it: "
             f"{below}. Call it with False on these, and on the module whose forward you call."
         )
-    former = _former_runtimes(states)
+    former = _former_steps(states)
     paths = {module: clean_name(name) for name, module in state.modules[0].named_modules()}
     for found in states:
         for group in found.groups:
@@ -60,7 +60,8 @@ def lazy_init(state: FSDPState) -> Runtime:
     context = state.shared_context or (
         former[0].context if former else FSDPCommContext(state.device)
     )
-    runtime = Runtime(state, tuple(states), context)
+    model = RootModel(state, tuple(states))
+    step = Step(model, context)
     for other in former:
         other.hand_over(states)
     in_common: dict[FSDPState | None, list[str]] = {}
@@ -69,23 +70,20 @@ def lazy_init(state: FSDPState) -> Runtime:
     for found, name in states.items():
         if found.options.auto_reshard:  # the root is needed again at once in backward
             found.options.reshard_after_forward = found is not state
-        found.runtime = runtime
+        found.step = step
         found.set_name(name or "root", ", ".join(in_common.get(found, ())) or "root")
-    runtime.connect()
+    model.connect(context)
     if torch_border.the_virtual_device() is None:  # a plan says it itself
         warn_of_padding(states.items())
-    fused_linear.install(runtime)
+    fused_linear.install(step)
     process_hooks.install()
-    watchdog.start()
-    return runtime
+    return step
 
 
-def _former_runtimes(states: dict[FSDPState, str]) -> list[Runtime]:
-    """Return the runtimes that states have run under before, as a root of their own or below another."""
-    former = list(dict.fromkeys(each.runtime for each in states if each.runtime is not None))
-    running = [
-        name for each, name in states.items() if each.runtime in former and each.runtime.busy
-    ]
+def _former_steps(states: dict[FSDPState, str]) -> list[Step]:
+    """Return the steps that states have run in before, as a root of their own or below another."""
+    former = list(dict.fromkeys(each.step for each in states if each.step is not None))
+    running = [name for each, name in states.items() if each.step in former and each.step.busy]
     if running:
         raise LifecycleError(
             "A sharded module can get a new outermost module only between steps, but these are part of a model whose "

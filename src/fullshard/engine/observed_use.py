@@ -1,6 +1,6 @@
 """What this rank has seen of how a state is used; a rank that skips the state does the same (`skipped_forward`).
 
-`Runtime` writes in forward which states are used within which. `BackwardPasses` writes in backward where it comes in, and
+`Step` writes in forward which states are used within which, and in backward where it comes in, and
 which parameters get gradients. Every step overwrites it, at the cost of a few attribute writes per state.
 """
 

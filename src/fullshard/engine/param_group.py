@@ -8,13 +8,14 @@ it back. Its verbs stand in the order in which one step uses them:
     use_sharded_params   the sharded parameters are back on their modules, the gathered memory is kept
     reshard              ... and the gathered memory is released
 
-`sharded_state` has the states in between, and the table of what may follow what. Gradients are the reducer's
-(`reducer`, a `GradientReducer`).
+`sharded_state` has the states in between, and the table of what may follow what. Gradients are those of
+`reduction`, a `Reduction`.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,11 +23,10 @@ from typing import Any
 import torch
 
 from fullshard import torch_border
-from fullshard.divergence.journal import tag
 from fullshard.engine import known_groups
 from fullshard.engine.gather import Gather
-from fullshard.engine.gradient_reducer import GradientReducer
 from fullshard.engine.model_changes import CHANGES
+from fullshard.engine.reduction import Reduction
 from fullshard.engine.routes import Routes
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.errors import ConfigurationError
@@ -41,9 +41,15 @@ from fullshard.transport import comm_objects
 from fullshard.transport.observer import StepObserver
 from fullshard.transport.staged import Staged
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.tags import tag
 from fullshard.transport.transports import Transport
 
 _SERIAL_NUMBERS = itertools.count()
+_NOWHERE = range(0)
+
+# Looked up once: asked several times a step.
+_plain_attributes, _version_of = torch_border.plain_attributes, torch_border.version_of
+_trainable_of = operator.attrgetter("requires_grad")
 
 # Read on the hot path, where an enum's own lookup takes longer than what it decides.
 _SHARDED = ShardedState.SHARDED
@@ -81,7 +87,7 @@ class FSDPParamGroup:
         self.mesh_info, self.device, self.mp_policy, self.name = mesh_info, device, mp_policy, name
         self.offload_policy = offload_policy
         self.gather_tag = tag(f"all-gather of {name}")
-        """Names the group fully in a model's forward, and the model if its ranks have several: see `Runtime.agree`."""
+        """Names the group fully in a model's forward, and the model if its ranks have several: see `Step.agree`."""
         self.shard_device, pinned = device, False
         """Where the shards are between uses."""
         if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
@@ -94,7 +100,7 @@ class FSDPParamGroup:
             self.params, self.shards, mesh_info, device, shard_format, post_forward_size
         )
         self.gather = Gather(self.routes)
-        self.reducer = GradientReducer(
+        self.reduction = Reduction(
             self.params,
             self.layout,
             mesh_info,
@@ -137,7 +143,7 @@ class FSDPParamGroup:
         self.drop_unsharded_params()
         CHANGES.note()
         compute_dtypes = self.routes.derive_dtypes(self.mp_policy)
-        self.reducer.derive_dtypes(self.mp_policy, compute_dtypes)
+        self.reduction.derive_dtypes(self.mp_policy, compute_dtypes)
 
     @torch.no_grad()
     def _notice_attributes(self) -> None:
@@ -146,7 +152,7 @@ class FSDPParamGroup:
         Before: any state. After: if there is something new, SHARDED.
         """
         late = self.routes.late_extensions()
-        if late is None and not self.reducer.has_other_grad_dtypes():
+        if late is None and not self.reduction.dtypes.are_outdated:
             return
         self.reshard()
         if late is not None:
@@ -190,9 +196,22 @@ class FSDPParamGroup:
         CHANGES.note()
         self.routes.forget()
 
+    def set_custom_reduce_scatter(self, comm: comm_objects.ReduceScatter | None) -> None:
+        """Reduce with a comm object from the next reduction on; None for the process group's own collectives."""
+        if comm is None:
+            self.reduce_with(None)
+            return
+        process_group = self.reduction.settings.process_group or self.mesh_info.shard_process_group
+        assert process_group is not None, "what is not sharded is not reduce-scattered"
+        self.reduce_with(Staged(comm, process_group, self.device))
+
+    def reduce_with(self, transport: Transport | None) -> None:
+        """Reduce by a transport over the group's ranks from the next reduction on; None for the process group's own collectives."""
+        self.change_reduction(transport=transport)
+
     def change_reduction(self, **changes: Any) -> None:
         """Change settings of how gradients are reduced, from the next reduction on."""
-        self.reducer.settings = replace(self.reducer.settings, **changes)
+        self.reduction.settings = replace(self.reduction.settings, **changes)
         if changes.keys() != {"all_reduce"}:  # differs from one microbatch to the next
             CHANGES.note()
 
@@ -281,7 +300,7 @@ class FSDPParamGroup:
         self.name = name
         self.gather_tag = tag(f"all-gather of {in_tags}")
         self.gather.connect(context)
-        self.reducer.connect(context, self, in_tags)
+        self.reduction.connect(context, self, in_tags)
 
     @property
     def context(self) -> FSDPCommContext:
@@ -315,12 +334,23 @@ class FSDPParamGroup:
             self.drop_post_forward_shard()
         self.notice_replacements()
         shards = self.shards
-        if torch_border.are_trainable(shards.leaves) != shards.trainable:
+        if self._trainable_now() != shards.trainable:
             self._follow_requires_grad()
         if self._context is not None and self._context.asynchronous:
-            self._ordered_version = shards.version
+            self._ordered_version = self._shards_version()
         if self.sharded_state is not _SHARDED and (left_unsharded or self.outdated):
             self.reshard()
+
+    def _shards_version(self) -> int:
+        """Return another number after each counted write to the shards, and after they were replaced."""
+        shards = self.shards
+        with _plain_attributes():
+            return shards.num_replaced + sum(map(_version_of, shards.versioned))
+
+    def _trainable_now(self) -> list[bool]:
+        """Return whether each sharded parameter is trainable; `ShardStorage.trainable` is what they were before."""
+        with _plain_attributes():
+            return [*map(_trainable_of, self.shards.leaves)]
 
     def reshard_if_written(self) -> bool:
         """Reshard what was gathered from shards that have been written since; return whether it was.
@@ -330,7 +360,7 @@ class FSDPParamGroup:
         shards, was_gathered = self.shards, self.sharded_state is not _SHARDED
         if shards.are_elsewhere and not self.full_params_installed:
             self.repack()
-        elif was_gathered and self._gathered_version != shards.version:
+        elif was_gathered and self._gathered_version != self._shards_version():
             self.reshard()
         return was_gathered and self.sharded_state is _SHARDED
 
@@ -363,7 +393,7 @@ class FSDPParamGroup:
             observer.begins("all_gather", self)
             observer.issues("gather", self)
         if state is _SHARDED:
-            self._gathered_version = version = self.shards.version
+            self._gathered_version = version = self._shards_version()
             if version != self._ordered_version:  # written since forward began
                 context.gathers_wait_for()
                 self._ordered_version = version
@@ -413,7 +443,7 @@ class FSDPParamGroup:
         )
         swap = self._param_swap or self._make_unsharded_params()
         shards = self.shards
-        if torch_border.are_trainable(shards.leaves) != shards.trainable:
+        if self._trainable_now() != shards.trainable:
             self._follow_requires_grad()
         if self.sharded_state is _GATHERED:
             self.sharded_state = _UNSHARDED  # before the swap: half of one is undone as a whole one
@@ -428,7 +458,7 @@ class FSDPParamGroup:
             for member in () if route.beside is None else route.beside.members:
                 assert member.full is not None, "the gather has been finished"
                 member.param.make_unsharded_param(member.full)
-            self.reducer.choose_unreduced_dtypes()
+            self.reduction.dtypes.choose_for_unsharded()
         self._watch_gradients()
         self._param_swap = ParamSwap(self.params)
         self._writes = UnshardedWrites(buffered, route.codec.params)
@@ -451,7 +481,7 @@ class FSDPParamGroup:
         for param in self.params:
             if param.sharded_param is sharded_param:
                 param.set_trainable(trainable)
-        self.reducer.forget_buffer()
+        self.reduction.forget_buffer()
         self._watch_gradients()
 
     def _watch_gradients(self) -> None:
@@ -471,9 +501,10 @@ class FSDPParamGroup:
         """
         if self.sharded_state is _UNSHARDED:
             assert self._param_swap is not None, "a group is unsharded by a swap"
-            if self._writes is not None and self._writes.seen():
+            if not self._param_swap.to_sharded(self._writes):
+                assert self._writes is not None, "something was written"
                 self._keep_writes(self._writes)
-            self._param_swap.to_sharded()
+                self._param_swap.to_sharded()
             self.sharded_state = _GATHERED
 
     def _keep_writes(self, writes: UnshardedWrites) -> None:
@@ -556,7 +587,12 @@ class FSDPParamGroup:
     @property
     def gathered_addresses(self) -> range:
         """Addresses of the gathered memory: a tensor that lies there is lost when it is given back."""
-        return self.gather.addresses
+        route = self.gather.route
+        full = None if route is None else route.codec.full
+        begin = 0 if full is None else full.storage.data_ptr()
+        return (
+            range(begin, begin + full.storage.nbytes()) if full is not None and begin else _NOWHERE
+        )
 
     @property
     def held_bytes(self) -> int:
@@ -566,7 +602,7 @@ class FSDPParamGroup:
     def tell_memory(self, observer: StepObserver) -> None:
         """Tell a new observer what the group holds now."""
         observer.memory_of_gathers(self)
-        self.reducer.tell_memory(observer)
+        self.reduction.tell_memory(observer)
 
     @property
     def weight_version(self) -> int:
@@ -576,14 +612,14 @@ class FSDPParamGroup:
         are never gathered are the shards.
         """
         if self.sharded_state is _SHARDED or self.gather.aliases_shards:
-            return self.shards.version
+            return self._shards_version()
         return self._gathered_version
 
     @property
     def outdated(self) -> bool:
         """Whether gathered parameters may not be used by another forward: shards were written since, or they may not stay."""
         return self.gathered and not (
-            self._may_stay and self._gathered_version == self.shards.version
+            self._may_stay and self._gathered_version == self._shards_version()
         )
 
     def __repr__(self) -> str:

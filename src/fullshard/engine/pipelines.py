@@ -32,11 +32,12 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import torch_border
+from fullshard.engine.sharded_state import Retention
 from fullshard.engine.state import FSDPState, named_states
 from fullshard.storage.sharded_params import group_of, unsharded_name
 
 if TYPE_CHECKING:
-    from fullshard.engine.runtime import Runtime
+    from fullshard.engine.step import Step
 
 _IN_STEP: weakref.WeakKeyDictionary[Any, Sequence[FSDPState]] = weakref.WeakKeyDictionary()
 """Stages whose gradients are not reduced yet in this step, each with the states of its module; most have none."""
@@ -45,11 +46,9 @@ _OBSERVING = threading.Lock()
 _observed = False
 
 
-def observe() -> None:
-    """Observe stages, as soon as pipelining has been imported; asked at the beginning of every forward."""
+def observe() -> bool:
+    """Observe stages, now that pipelining has been imported; return whether they are."""
     global _observed
-    if _observed or not torch_border.pipelining_is_imported():
-        return
     with _OBSERVING:  # ranks may be threads
         _observed = _observed or torch_border.observe_stages(
             _forward,
@@ -59,6 +58,7 @@ def observe() -> None:
             _reduce_gradients,
             _scale_gradients,
         )
+    return _observed
 
 
 def _forward(run: Callable[..., Any], stage: Any, fwd_chunk_id: int, *args: Any, **kw: Any) -> Any:
@@ -66,7 +66,7 @@ def _forward(run: Callable[..., Any], stage: Any, fwd_chunk_id: int, *args: Any,
         _end_microbatches(stage)  # of a step that failed
     for state in _IN_STEP.get(stage, ()):
         # Nothing has written to the shards since the last microbatch, so what was left of it can be used.
-        state.left_unsharded = False
+        state.retention = Retention.NONE
     output = run(stage, fwd_chunk_id, *args, **kw)
     if stage.has_backward and torch.is_grad_enabled():
         # After the forward: the first one of a step trusts nothing that is left from the step before.
@@ -93,14 +93,14 @@ def _backward_weight(run: Callable[..., Any], stage: Any, *args: Any, **kw: Any)
     if not states or (stage.is_first and stage.dw_builder is None):
         # Of the first stage, which has no first part: a whole backward.
         return run(stage, *args, **kw)
-    for runtime, theirs in _by_runtime(states):
-        runtime.unshard_for_weights(theirs)
+    for step, theirs in _by_step(states):
+        step.unshard_for_weights(theirs)
     try:
         with _unsharded_parameters(stage.submod, states):
             run(stage, *args, **kw)
         for state in states:
             for group in state.groups:
-                group.reducer.accumulate()
+                group.reduction.accumulate()
     finally:
         for state in states:
             state.use_sharded_params()
@@ -127,10 +127,10 @@ def _scale_gradients(run: Callable[..., Any], stage: Any, grad_scale_factor: int
 def _reduce(stage: Any) -> bool:
     """Reduce what the microbatches have added up; return whether the stage's module is sharded by us."""
     states = _end_microbatches(stage)
-    for runtime, theirs in _by_runtime(states):
-        runtime.backward.reduce_microbatches(theirs)
-        runtime.end_backward()
-        runtime.root.options.manual_finalization = False  # as set by torch's stage
+    for step, theirs in _by_step(states):
+        step.reduce_microbatches(theirs)
+        step.end_backward()
+        step.root.options.manual_finalization = False  # as set by torch's stage
     return bool(states)
 
 
@@ -146,7 +146,7 @@ def not_reduced(params: Callable[[], Iterable[Tensor]]) -> list[str]:
         if stage is not None
         for state in _IN_STEP.get(stage, ())
         for group in state.groups
-        if group.reducer.unreduced.held
+        if group.reduction.unreduced.held
         for param in group.params
         if id(param.sharded_param.param) in wanted
     ]
@@ -170,12 +170,12 @@ def _end_microbatches(stage: Any) -> Sequence[FSDPState]:
     return states
 
 
-def _by_runtime(states: Sequence[FSDPState]) -> list[tuple[Runtime, list[FSDPState]]]:
-    """Return the states that have run, by the model they run in: one, if the stage's module itself is sharded."""
-    found: dict[Runtime, list[FSDPState]] = {}
+def _by_step(states: Sequence[FSDPState]) -> list[tuple[Step, list[FSDPState]]]:
+    """Return the states that have run, by the step they run in: one, if the stage's module itself is sharded."""
+    found: dict[Step, list[FSDPState]] = {}
     for state in states:
-        if state.runtime is not None:
-            found.setdefault(state.runtime, []).append(state)
+        if state.step is not None:
+            found.setdefault(state.step, []).append(state)
     return list(found.items())
 
 

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from fullshard.divergence.journal import Tag, journal_of, tag
-from fullshard.divergence.meetings import meet
 from fullshard.engine.extension_codec import Extension, Messages, WithExtension, WithoutExtension
 from fullshard.errors import ConfigurationError
 from fullshard.layout.segments import Layout, gathers_in_place
@@ -32,8 +30,10 @@ from fullshard.storage.param import FSDPParam, has_all_gather_extension
 from fullshard.storage.shard_buffer import ShardBuffer, UploadBuffer
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.shard_storage import ShardStorage
+from fullshard.transport.monitor import monitor
 from fullshard.transport.observer import StepObserver
 from fullshard.transport.streams import FSDPCommContext, is_capturing
+from fullshard.transport.tags import Tag, tag
 from fullshard.transport.transports import Coalesced, Transport
 
 _MAKING_GROUPS = tag("making of process groups for shards after forward")
@@ -176,11 +176,10 @@ class PostForwardShard:
         # Not earlier: making a process group is collective, and before the first forward ranks have not compared
         # whether all of them ask for one.
         backend = backend_of(self._shard_group, context.device)
-        meet(self._shard_group, _MAKING_GROUPS, backend)
+        told = monitor().of_group(self._shard_group, backend)
+        told.before(_MAKING_GROUPS)
         group = self.process_group = block_group(self._shard_group, layout.world)
-        guard = journal_of(self._shard_group).guard
-        if guard is not None:
-            guard.add(group, backend)
+        told.made(group, backend)
         rank = group.rank()
         # Made for the process group of all shards, if it was chosen; memory of its own is the other group's, too.
         transport = Coalesced(group, context.device) if transport is None else transport.over(group)

@@ -7,9 +7,8 @@
        |            |             |   reshard after forward, with a post-forward mesh
        +-- SHARDED_POST_FORWARD <-+
 
-Two other facts about a group are independent of this and stay beside it. `FSDPParamGroup.full_params_installed` says
-that the modules have full parameters for a while, outside of training. Whether a gather was issued ahead of its
-use is known to the runtime only: a group does not depend on who asked for it.
+`FSDPParamGroup.full_params_installed` is independent of this: it says that the modules have full parameters for a while,
+outside of training. `Retention` says how long gathered memory that is not used now stays.
 """
 
 from __future__ import annotations
@@ -42,3 +41,19 @@ TRANSITIONS: dict[ShardedState, frozenset[ShardedState]] = {
     ShardedState.SHARDED_POST_FORWARD: frozenset({ShardedState.GATHERING, ShardedState.SHARDED}),
 }
 """By state, those that may follow it. The tests check every change of every group: `tests/helpers/life_cycle.py`."""
+
+
+class Retention(enum.Enum):
+    """The answer about a state's gathered memory while it is not used: may it be used again, and until when?
+
+    Set by `Step` wherever a state is gathered or left.
+    """
+
+    NONE = "none"
+    """It is in use or given back; or the user keeps it, and the next forward asks whether the shards are unchanged."""
+    FORECAST = "forecast"
+    """It was gathered early and has not been used yet. Given back at the end of the pass if it is not."""
+    NEXT_GATHER = "next gather"
+    """Given back when the next state has been gathered: [Note: two gather buffers]."""
+    BACKWARD = "backward"
+    """Kept for the backward of the forward that has ended, and for no other forward."""

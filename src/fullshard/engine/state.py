@@ -1,7 +1,6 @@
 """A sharded module's state: its groups, its options, and where it is in the step.
 
-Nothing here decides what happens when: `Runtime` and `BackwardPasses` do, and `module_hooks` and
-`backward_hooks` call them.
+Nothing here decides what happens when: `Step` does, and `hooks` and autograd call it.
 """
 
 from __future__ import annotations
@@ -9,39 +8,24 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fullshard.divergence import watchdog
-from fullshard.engine import backward_hooks
 from fullshard.engine.installed_full_params import InstalledFullParams
-from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.observed_use import ObservedUse
 from fullshard.engine.options import StateOptions
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.schedule import FORWARD, Call
+from fullshard.engine.sharded_state import Retention
+from fullshard.engine.step import Step, watch_gradient
 from fullshard.engine.training_state import TrainingState
 from fullshard.layout.names import clean_name
 from fullshard.transport.streams import FSDPCommContext
 
-if TYPE_CHECKING:
-    from fullshard.engine.runtime import Runtime
-
 IgnoredParams = Mapping[nn.Module, Collection[str]]
 """Names of parameters by the module that has them, which is referred to weakly."""
-
-
-class _Labels(NamedTuple):
-    """Names of a state's ranges in a profiler's trace."""
-
-    pre_forward: str
-    post_forward: str
-    forward_prefetch: str
-    backward_prefetch: str
-    pre_backward: str
-    reduce: str
 
 
 class FSDPState:
@@ -66,19 +50,16 @@ class FSDPState:
         self.modules = tuple(modules)
         self.groups = tuple(groups)
         for group in groups:
-            group.watch_gradient = functools.partial(
-                backward_hooks.watch_gradient, weakref.ref(self)
-            )
+            group.watch_gradient = functools.partial(watch_gradient, weakref.ref(self))
         self.device = device
         self.options = options
         self.ignored: IgnoredParams = {} if ignored is None else ignored
         """Parameters below the modules that the user wants to be left alone."""
         self.set_name("")
-        watchdog.start()  # before the first forward: a rank may fail earlier, while others run theirs
         self.shared_context: FSDPCommContext | None = None
         """For a root: streams that it shares with other models."""
-        self.runtime: Runtime | None = None
-        """The runtime of the root that this state runs under; known after the first forward."""
+        self.step: Step | None = None
+        """The step of the root that this state runs under; known after the first forward."""
         self.summoned = False
         """Whether the modules are within `summon_full_params`."""
         self.installed_full_params = InstalledFullParams()
@@ -96,8 +77,8 @@ class FSDPState:
         """Forwards of this state's modules now running, one inside the other."""
         self.modules_run: set[nn.Module] = set()
         """The modules whose forward has ended in this call."""
-        self.left_unsharded = False
-        """Whether the last forward left the parameters unsharded for a backward that has not come yet."""
+        self.retention = Retention.NONE
+        """How long gathered memory stays that is not used now."""
         self.written_in_forward = False
         """Whether its parameters were once written between a gather in forward and their use: [Note: writes in forward]."""
         self.use = ObservedUse()
@@ -106,8 +87,8 @@ class FSDPState:
         """Whether a backward has been seen to run this state's forward again."""
         self.awaited: set[int] = set()
         """Ids of parameters whose gradients have not arrived, while backward is in this state; see `ReachedState`."""
-        self._trainable: tuple[int, tuple[int, ...]] = (-1, ())
-        """How many changes had been seen when `trainable_ids` were looked up, and the ids."""
+        self.trainable_ids: tuple[int, tuple[int, ...]] = (-1, ())
+        """`CHANGES.count` when they were looked up, and the ids of the trainable parameters: see `ReachedState`."""
         self.watched_leaves: weakref.WeakValueDictionary[int, Tensor] = (
             weakref.WeakValueDictionary()
         )
@@ -117,24 +98,6 @@ class FSDPState:
         """Take the full name, known at the first forward, and the one that ranks compare: see `names_in_common`."""
         self.name = name
         self.name_in_common = name if in_common is None else in_common
-        self.labels = _Labels(
-            f"FSDP::pre_forward ({name})",
-            f"FSDP::post_forward ({name})",
-            f"FSDP::forward_prefetch for {name}",
-            f"FSDP::backward_prefetch for {name}",
-            f"FSDP::pre_backward ({name})",
-            f"FSDP::post_backward_reduce ({name})",
-        )
-
-    @property
-    def trainable_ids(self) -> tuple[int, ...]:
-        """Ids of the trainable parameters."""
-        changes, found = self._trainable
-        if changes != CHANGES.count:
-            params = (param for group in self.groups for param in group.params)
-            found = tuple(id(param) for param in params if param.trainable)
-            self._trainable = CHANGES.count, found
-        return found
 
     @property
     def gathered(self) -> bool:

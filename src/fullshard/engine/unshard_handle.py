@@ -7,14 +7,15 @@ import weakref
 import torch
 
 from fullshard import torch_border
-from fullshard.engine.agreement import ModelAgreement
+from fullshard.engine import captures
 from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.model_changes import CHANGES
-from fullshard.engine.sharded_state import ShardedState
+from fullshard.engine.sharded_state import Retention, ShardedState
 from fullshard.engine.state import FSDPState
+from fullshard.transport.monitor import ModelMonitor, monitor
 
-_AGREEMENTS: weakref.WeakKeyDictionary[FSDPState, ModelAgreement] = weakref.WeakKeyDictionary()
-"""Agreements of states that are gathered before their model's first forward, one for each state."""
+_MONITORS: weakref.WeakKeyDictionary[FSDPState, ModelMonitor] = weakref.WeakKeyDictionary()
+"""Monitors of states that are gathered before their model's first forward, one for each state."""
 
 
 class UnshardHandle:
@@ -34,24 +35,24 @@ class UnshardHandle:
 
 def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
     """Gather the parameters of a state; with ``async_op`` return a handle to wait for."""
-    idle = state.runtime is None or not state.runtime.busy
+    idle = state.step is None or not state.step.busy
     with torch_border.outside_transforms():
-        if state.runtime is None:
-            agreement = _AGREEMENTS.setdefault(state, ModelAgreement())
-            if agreement.changes_seen != CHANGES.count:
-                agreement.renew(state, (state,), "unshard() before the first forward")
+        if state.step is None:
+            told = _MONITORS.get(state) or _MONITORS.setdefault(state, monitor().of_model())
+            if told.changes_seen != CHANGES.count:
+                told.agree(state, (state,), "unshard() before the first forward")
             if len(state.modules) == 1 and torch.is_grad_enabled():
                 # Its parameters may be used without a forward of its own, and their gradients are to be reduced. A root
                 # around it takes it over in its first forward.
                 lazy_init(state)
         elif idle:
-            context = state.runtime.context
+            context = state.step.context
             if context.asynchronous and context.at_border():
-                state.runtime.cross_border((state,))
-            state.runtime.agree()
+                captures.begin_forward(state.step, (state,))
+            state.step.model.agree()
         for group in state.groups:
             # Parameters kept for a backward must stay those that its forward has used.
-            awaited = state.left_unsharded and group.gathered
+            awaited = state.retention is Retention.BACKWARD and group.gathered
             if idle and not awaited and group.sharded_state is not ShardedState.UNSHARDED:
                 group.notice_replacements()
                 if group.outdated:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import torch_border
-from fullshard.engine import module_hooks
+from fullshard.engine import hooks
 from fullshard.engine.state import FSDPState, state_of
 from fullshard.engine.tensor_trees import map_tensors, tensors_in
 from fullshard.errors import ConfigurationError, UnsupportedError
@@ -84,12 +84,12 @@ class _Skipping:
         # Now: the hooks note what is used within this forward.
         inner = None if len(state.modules) > 1 else state.use.inner
         self._prepare(module)
-        (token,), _ = module_hooks.pre_forward(state, module, (token,), {})
+        (token,), _ = hooks.pre_forward(state, module, (token,), {})
         output = None
         try:
             output = self._compute(state, module, token, inner)
         finally:
-            output = module_hooks.post_forward(state, module, (token,), output)
+            output = hooks.post_forward(state, module, (token,), output)
         result: Tensor = output
         return result
 

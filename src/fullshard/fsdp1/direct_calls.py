@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from fullshard import torch_border
-from fullshard.engine import module_hooks
+from fullshard.engine import hooks
 from fullshard.fsdp1.summon_full_params import check_full_params
 from fullshard.fsdp1.wrapper_base import WrapperBase
 
@@ -62,7 +62,7 @@ class DirectCalls:
         wrapper = self._wrapper()
         if wrapper is None:
             return None
-        return module_hooks.post_forward(wrapper._fsdp_state, wrapper, args, output)
+        return hooks.post_forward(wrapper._fsdp_state, wrapper, args, output)
 
 
 def _without_effect() -> DirectCalls:

@@ -29,8 +29,8 @@ def notice_assigned(module: nn.Module) -> None:
     Parameters that cannot be adopted are listed as they are. The next use of them raises the error.
     """
     own = state_of(module)
-    if own is not None and own.runtime is not None and own.runtime.root is own:
-        states = own.runtime.states
+    if own is not None and own.step is not None and own.step.root is own:
+        states = own.step.states
     else:
         states = tuple(named_states(module))
     for group in (group for state in states for group in state.groups):
@@ -132,7 +132,7 @@ def check_full_params(wrapper: WrapperBase) -> None:
             "Within summon_full_params(rank0_only=True) only rank 0 has full parameters to compute with. Run forward "
             "on rank 0 only, or leave rank0_only out."
         )
-    if state.runtime is None:
+    if state.step is None:
         lazy_init(state)  # wrappers below that are not summoned must know their root
 
 
@@ -199,7 +199,7 @@ def _check_full_gradients(wrappers: Sequence[WrapperBase], offload_to_cpu: bool)
         name
         for wrapper in wrappers
         for group in wrapper._fsdp_state.groups
-        for name in group.reducer.unreduced.sharded_names()
+        for name in group.reduction.unreduced.sharded_names()
     ]
     if unreduced:
         raise LifecycleError(

@@ -30,7 +30,8 @@ from fullshard.api import (
     StateDictSettings,
     StateDictType,
 )
-from fullshard.engine import fused_linear, module_hooks
+from fullshard.divergence import monitor
+from fullshard.engine import fused_linear, hooks
 from fullshard.engine.ownership import has_forward, managed_modules
 from fullshard.engine.state import state_of
 from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
@@ -118,6 +119,7 @@ class FullyShardedDataParallel(
         *,
         fuse_gradients: bool = False,
     ) -> None:
+        monitor.install()
         super().__init__()
         arguments = {
             "process_group": process_group,
@@ -207,7 +209,7 @@ class FullyShardedDataParallel(
             output = self._fsdp_wrapped_module(*args, **kwargs)
         finally:  # an exception must not leave the parameters unsharded
             self._direct_calls.through_wrapper -= 1
-            output = module_hooks.post_forward(state, self, args, output)
+            output = hooks.post_forward(state, self, args, output)
         return output
 
     def fused_gradients(self) -> dict[str, str]:
@@ -272,7 +274,7 @@ class FullyShardedDataParallel(
 
     def check_is_root(self) -> bool:
         """Return whether this is the outermost wrapper; do not ask inner wrappers before the first forward."""
-        return self._runtime().root is self._fsdp_state
+        return self._step().root is self._fsdp_state
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -283,7 +285,7 @@ class FullyShardedDataParallel(
         """
         self._require_root("no_sync")
         self._require_idle("no_sync")
-        states = self._runtime().states
+        states = self._step().states
         before = [state.options.requires_gradient_sync for state in states]
         for state in states:
             state.options.requires_gradient_sync = False
@@ -346,7 +348,7 @@ class FullyShardedDataParallel(
         found = cast("list[FullyShardedDataParallel]", wrappers_in(module, root_only=root_only))
         if root_only:  # after the first forward a wrapper around the module is known, too
             found = [
-                each for each in found if each._fsdp_state.runtime is None or each.check_is_root()
+                each for each in found if each._fsdp_state.step is None or each.check_is_root()
             ]
         return found
 

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import torch_border
 from fullshard.api import ShardingStrategy, StateDictSettings
-from fullshard.engine import module_hooks
+from fullshard.engine import hooks
 from fullshard.engine.lazy_init import lazy_init
-from fullshard.engine.runtime import Runtime
 from fullshard.engine.state import FSDPState, state_of
+from fullshard.engine.step import Step
 from fullshard.errors import LifecycleError, UsageError
 from fullshard.fsdp1.precision import Precision
 
@@ -55,9 +55,9 @@ class WrapperBase(nn.Module):
         module = torch_border.without_wrappers(self._fsdp_wrapped_module)
         return self._fsdp_state.name or type(module).__name__
 
-    def _runtime(self) -> Runtime:
-        """Return the runtime of the model; build it on the first call."""
-        return self._fsdp_state.runtime or lazy_init(self._fsdp_state)
+    def _step(self) -> Step:
+        """Return the step of the model; make it on the first call."""
+        return self._fsdp_state.step or lazy_init(self._fsdp_state)
 
     @torch_border.opaque_to_compiler
     def _pre_forward(
@@ -65,7 +65,7 @@ class WrapperBase(nn.Module):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather the parameters, and return the inputs in the compute dtype."""
         self._prepare_forward()
-        return module_hooks.pre_forward(self._fsdp_state, self, args, kwargs)
+        return hooks.pre_forward(self._fsdp_state, self, args, kwargs)
 
     def _prepare_forward(self) -> None:
         """Do what comes before the parameters are gathered."""
@@ -76,7 +76,7 @@ class WrapperBase(nn.Module):
 
     def _require_root(self, method: str) -> None:
         """Refuse a call on a wrapper that is inside another one."""
-        if self._runtime().root is not self._fsdp_state:
+        if self._step().root is not self._fsdp_state:
             raise LifecycleError(
                 f"{method} must be called on the outermost wrapper; {self._fsdp_state.name!r} is inside another one. "
                 "Call it on the model whose forward you call."
@@ -84,8 +84,8 @@ class WrapperBase(nn.Module):
 
     def _require_idle(self, method: str) -> None:
         """Refuse a call within forward or backward."""
-        runtime = self._fsdp_state.runtime
-        if runtime is not None and runtime.busy:
+        step = self._fsdp_state.step
+        if step is not None and step.busy:
             raise UsageError(
                 f"{method} was called within forward or backward of the model. Call it between them. (After an "
                 "exception, run a forward first, or build the model again.)"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.engine import backward_finalization, fused_linear, module_hooks
+from fullshard.engine import backward_finalization, fused_linear, hooks, interruption
 from fullshard.engine.backward_finalization import GradientReductionHandle
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, state_of
@@ -145,14 +145,14 @@ class FSDPModule(torch_border.ConvertibleModule):
         gradients stay in `.grad`; clear them with `optimizer.zero_grad()`. Call it on the root.
         """
         state = _state(self)
-        if state.runtime is None:
+        if state.step is None:
             return
-        if state.runtime.root is not state:
+        if state.step.root is not state:
             raise LifecycleError(
                 f"reset_iter_state must be called on the root module; {state.name!r} is below it. Call it on the module "
                 "whose forward you call."
             )
-        state.runtime.reset()
+        interruption.reset(state.step)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last one for the forwards that have run. Call it on the root.
@@ -262,7 +262,8 @@ class FSDPModule(torch_border.ConvertibleModule):
         state, label = _state(self), type(self).__name__
         check_comms_can_be_chosen(state, label, "set_custom_reduce_scatter")
         check_reduce_scatters(state, label, "set_custom_reduce_scatter")
-        _change_reduction(self, recurse=False, custom=comm)
+        for group in state.groups:
+            group.set_custom_reduce_scatter(comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Stage this module's collectives in memory that the process group's backend allocates, or not.
@@ -279,7 +280,7 @@ class FSDPModule(torch_border.ConvertibleModule):
         if not enable:
             for group in groups:
                 group.set_custom_all_gather(None)
-                group.change_reduction(custom=None)
+                group.set_custom_reduce_scatter(None)
             return
         for group in groups:
             for process_group in _process_groups(group):
@@ -288,8 +289,7 @@ class FSDPModule(torch_border.ConvertibleModule):
             gathers, reduces = _process_groups(group)
             if group.routes.custom is None:
                 group.set_custom_all_gather(ProcessGroupAllGather(gathers, group.device))
-                custom = ProcessGroupReduceScatter(reduces, group.device)
-                group.change_reduction(custom=custom)
+                group.set_custom_reduce_scatter(ProcessGroupReduceScatter(reduces, group.device))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Stage this module's gathers in symmetric memory, so that NCCL can use its faster algorithms.
@@ -306,7 +306,7 @@ class FSDPModule(torch_border.ConvertibleModule):
         if backend != "NCCL":
             raise UsageError(f"backend must be 'NCCL', got {backend!r}. Leave it out.")
         for group in state.groups:
-            if group.reducer.settings.force_sum:
+            if group.reduction.settings.force_sum:
                 check_reduce_scatters(state, label, "set_symm_mem_for_comm")
                 check_one_input_buffer([state], state.options.max_reductions)
             for process_group in _process_groups(group):
@@ -315,9 +315,8 @@ class FSDPModule(torch_border.ConvertibleModule):
             gathers, reduces = _process_groups(group)
             if group.routes.custom is None:
                 group.set_custom_all_gather(SymmetricAllGather(gathers, group.device))
-            if group.reducer.settings.force_sum and group.reducer.settings.custom is None:
-                custom = SymmetricReduceScatter(reduces, group.device)
-                group.change_reduction(custom=custom)
+            if group.reduction.settings.force_sum and group.reduction.settings.transport is None:
+                group.set_custom_reduce_scatter(SymmetricReduceScatter(reduces, group.device))
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with this group's reduced shards before they are accumulated into `.grad`.
@@ -397,9 +396,9 @@ class FSDPModule(torch_border.ConvertibleModule):
         )
         for state in states:
             state.options.max_reductions = max_input_buffers
-        runtime = _state(self).runtime
-        if runtime is not None:
-            runtime.limit_reductions()
+        step = _state(self).step
+        if step is not None:
+            step.model.limit_reductions(step.context)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -415,10 +414,10 @@ class FSDPModule(torch_border.ConvertibleModule):
                 if shared is None:
                     continue  # nothing is reduce-scattered
                 own = twin_group(shared) if enable else shared
-                custom = group.reducer.settings.custom
-                if custom is not None:
-                    custom = custom.moved_to(own)
-                group.change_reduction(process_group=own, custom=custom)
+                transport = group.reduction.settings.transport
+                if transport is not None:
+                    transport = transport.over(own)
+                group.change_reduction(process_group=own, transport=transport)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Do nothing; accepted for compatibility. Gathers never stop the host or the compute stream."""
@@ -442,7 +441,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     original = getattr(module, method_name)
     # A wrapper also casts its buffers before a forward, in a method of its own.
     prepare = (
-        functools.partial(module_hooks.pre_forward, state, module)
+        functools.partial(hooks.pre_forward, state, module)
         if isinstance(module, FSDPModule)
         else cast(Any, module)._pre_forward
     )
@@ -454,7 +453,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         try:
             output = original(*args, **kwargs)
         finally:  # an exception must not leave the parameters unsharded
-            output = module_hooks.post_forward(state, self, args, output)
+            output = hooks.post_forward(state, self, args, output)
         return output
 
     setattr(module, method_name, MethodType(method, module))
@@ -468,14 +467,14 @@ def share_comm_ctx(modules: Iterable[FSDPModule]) -> None:
     states = _sharded_states(modules)
     if not states:
         return
-    context = next((s.runtime.context for s in states if s.runtime is not None), None)
+    context = next((s.step.context for s in states if s.step is not None), None)
     context = context or FSDPCommContext(states[0].device)
     for state in states:
         state.shared_context = context
-        if state.runtime is not None and state.runtime.context is not context:
-            state.runtime.context.join()
-            state.runtime.context = context
-            state.runtime.connect()
+        if state.step is not None and state.step.context is not context:
+            state.step.context.join()
+            state.step.context = context
+            state.step.model.connect(context)
 
 
 class ReplicateModule(FSDPModule):
@@ -552,7 +551,7 @@ def _process_groups(group: FSDPParamGroup) -> tuple[ProcessGroup, ProcessGroup]:
     """Return the process groups that a group is gathered over and reduced over."""
     gathers = group.mesh_info.shard_process_group
     assert gathers is not None, "check_comms_can_be_chosen refuses others"
-    return gathers, group.reducer.settings.process_group or gathers
+    return gathers, group.reduction.settings.process_group or gathers
 
 
 def _sharded_states(modules: Iterable[FSDPModule]) -> tuple[FSDPState, ...]:

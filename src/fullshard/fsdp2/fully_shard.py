@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard import torch_border
-from fullshard.engine import module_hooks, process_hooks
+from fullshard.divergence import monitor
+from fullshard.engine import hooks, process_hooks
 from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
     BY_ONE_OF_THE_TWO,
@@ -147,13 +148,13 @@ def fully_shard(
         dp_mesh_dims: The names of the data-parallel axes of ``mesh``. The mesh is then the one of all kinds of
             parallelism, and all parameters are DTensors on it.
         fuse_gradients: Let the backward of linear layers write weight gradients straight into the reduce-scatter
-            buffer, in the reduce dtype: no gradient in the compute dtype, no cast, no copy. This takes memory for one more
-            reduction. `FSDPModule.fused_gradients` says for which weights. The products of such layers also add up the gradient
-            of a tensor that several of them read.
+            buffer, in the reduce dtype: no gradient in the compute dtype, no cast, no copy; memory for one more reduction.
+            `FSDPModule.fused_gradients` says for which weights. Layers that read one tensor add up its gradient, too.
 
     Returns:
         The same object, now also an `FSDPModule`.
     """
+    monitor.install()
     modules = _checked_modules("fully_shard", module)
     _check_options(mp_policy, offload_policy, dp_mesh_dims)
     ignored = _checked_params("ignored_params", ignored_params)
@@ -221,6 +222,7 @@ def replicate(
     Returns:
         The same object, now also a `ReplicateModule`.
     """
+    monitor.install()
     modules = _checked_modules("replicate", module)
     _check_options(mp_policy, offload_policy, dp_mesh_dims)
     ignored = _checked_params("ignored_params", ignored_params)
@@ -320,11 +322,11 @@ def _apply(
         )
         module.__class__ = sharded_class(type(module), mixin)
         module.register_forward_pre_hook(
-            MethodType(module_hooks.pre_forward, state), prepend=True, with_kwargs=True
+            MethodType(hooks.pre_forward, state), prepend=True, with_kwargs=True
         )
         # `always_call`: an exception in forward must not leave the module unsharded, or in the middle of a call.
         module.register_forward_hook(
-            MethodType(module_hooks.post_forward, state), prepend=False, always_call=True
+            MethodType(hooks.post_forward, state), prepend=False, always_call=True
         )
         module.register_state_dict_pre_hook(_before_state_dict)
         module.register_state_dict_post_hook(give_own_storages)

@@ -55,7 +55,7 @@ def states_in(model: nn.Module) -> Iterator[tuple[FSDPState, str, tuple[str, ...
     roots = outermost_states(model)
     for path, root in roots.items():
         names = named_states(root.modules[0])
-        order = root.runtime.schedule.forecast if root.runtime is not None else ()
+        order = root.step.schedule.forecast if root.step is not None else ()
         for state in dict.fromkeys((*order, *names)):
             modules = [f"{path}.{name}".strip(".") for name in names[state]]
             name = ", ".join(names[state]) or "root"
@@ -70,7 +70,7 @@ def outermost_states(model: nn.Module) -> dict[str, FSDPState]:
     """
     roots: dict[str, FSDPState] = {}
     for path, state in _uppermost(model, ""):
-        root = state if state.runtime is None else state.runtime.root
+        root = state if state.step is None else state.step.root
         if root not in roots.values():
             roots[path] = root
     if not roots:
@@ -93,11 +93,11 @@ def _uppermost(module: nn.Module, path: str) -> Iterator[tuple[str, FSDPState]]:
 
 def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupFacts:
     group.notice_replacements()
-    layout, axes, reducer = group.layout, group.mesh_info, group.reducer
-    gathers, reduces = group.routes.traffic(), reducer.traffic()
+    layout, axes, reduction = group.layout, group.mesh_info, group.reduction
+    gathers, (reduce_bytes, all_reduce_bytes) = group.routes.traffic(), reduction.traffic()
     reduce_dtypes = {
         dtype
-        for param, dtype in zip(group.params, reducer.reduce_dtypes, strict=True)
+        for param, dtype in zip(group.params, reduction.dtypes.reduce, strict=True)
         if param.trainable
     }
     numels = [slot.numel for slot in layout.slots]
@@ -113,12 +113,12 @@ def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupF
         shard_bytes=group.shards.nbytes,
         gathered_bytes=gathers.memory,
         gather_bytes=gathers.received,
-        reduce_bytes=reduces.sent,
-        all_reduce_bytes=reduces.all_reduced,
+        reduce_bytes=reduce_bytes,
+        all_reduce_bytes=all_reduce_bytes,
         param_dtype=_names({param.dtype for param in group.params}),
         compute_dtype=_names({*group.routes.compute_dtypes}),
         reduce_dtype=_names(reduce_dtypes),
-        wire_dtype=_names({reducer.wire_dtype or dtype for dtype in reduce_dtypes}),
+        wire_dtype=_names({reduction.dtypes.wire or dtype for dtype in reduce_dtypes}),
         world=axes.shard_mesh_size,
         replicas=axes.replicate_mesh_size,
         trained_share=trained / (sum(numels) or 1),

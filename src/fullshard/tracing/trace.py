@@ -27,6 +27,15 @@ from fullshard.files import atomic_write, local_path
 from fullshard.mesh.axes import global_rank, world_size
 from fullshard.tracing.group_facts import facts_of_groups, outermost_states, states_in
 from fullshard.tracing.planned_facts import planned_facts
+from fullshard.tracing.recorder import (
+    CollectiveSpan,
+    ComputeSpan,
+    Mark,
+    Named,
+    StepSpan,
+    TraceRecorder,
+    WaitSpan,
+)
 from fullshard.tracing.schema import (
     COLLECTIVES,
     Kind,
@@ -35,15 +44,6 @@ from fullshard.tracing.schema import (
     Span,
     Trace,
     to_document,
-)
-from fullshard.transport.spans import (
-    CollectiveSpan,
-    ComputeSpan,
-    Mark,
-    Named,
-    StepSpan,
-    TraceRecorder,
-    WaitSpan,
 )
 from fullshard.transport.streams import FSDPCommContext
 
@@ -94,7 +94,11 @@ class Recording:
         self._recorder: TraceRecorder | None = None
 
     def __enter__(self) -> Self:
-        if any(context.observer is not None for context in self._contexts):
+        if any(
+            isinstance(each, TraceRecorder)
+            for context in self._contexts
+            for each in context.observers
+        ):
             raise LifecycleError(
                 "A model can have one recording at a time, and this one is being recorded. Leave the other block first."
             )
@@ -120,7 +124,7 @@ class Recording:
                 "A recording can only be paused within its block: with trace(...) as recording."
             )
         for context in self._contexts:
-            context.observer = None
+            context.stop_observing(recorder)
         try:
             yield
         finally:
@@ -136,7 +140,7 @@ class Recording:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None, "entered before"
         for context in self._contexts:
-            context.observer = None
+            context.stop_observing(recorder)
         try:
             recorder.clock.synchronize()
             document = to_document(export(self._model, recorder))
@@ -159,15 +163,15 @@ def attach(recorder: TraceRecorder, model: nn.Module, contexts: Sequence[FSDPCom
         for group in state.groups:
             group.tell_memory(recorder)
     for context in contexts:
-        context.observer = recorder
+        context.observe(recorder)
 
 
 def contexts_of(model: nn.Module) -> list[FSDPCommContext]:
     """Return the contexts where the models in ``model`` look for a recorder. A model that never ran is given one."""
     contexts = []
     for root in outermost_states(model).values():
-        if root.runtime is not None:
-            contexts.append(root.runtime.context)
+        if root.step is not None:
+            contexts.append(root.step.context)
             continue
         root.shared_context = root.shared_context or FSDPCommContext(root.device)
         contexts.append(root.shared_context)

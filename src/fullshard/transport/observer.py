@@ -12,8 +12,19 @@ from typing import Any, Literal, NamedTuple
 from torch.distributed import Work
 
 Collective = Literal["gather", "reduce", "all-reduce"]
-Part = Literal["pre_forward", "post_forward", "pre_backward", "reduce", "all_gather", "copy_out"]
-"""Work of the host: `all_gather` and `copy_out` are of a group, all others of a state."""
+Part = Literal[
+    "pre_forward",
+    "inputs_to_device",
+    "forward_prefetch",
+    "post_forward",
+    "pre_backward",
+    "backward_prefetch",
+    "post_backward_reduce",
+    "root_post_backward_callback",
+    "all_gather",
+    "all_gather_copy_out",
+]
+"""Work of the host: of a group if it is an all-gather's, of no state if it is a root's, else of a state."""
 
 
 class StepObserver:
@@ -21,6 +32,9 @@ class StepObserver:
 
     ``group`` is a `FSDPParamGroup` and ``state`` an `FSDPState`: observers know them by name, hash and memory.
     """
+
+    capturable = True
+    """Whether it may observe a step that is captured in a CUDA graph."""
 
     # --- work of the host ---------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import torch
 
 from fullshard import torch_border
 from fullshard.storage.copy_out import Indices
-from fullshard.transport.observer import StepObserver
+from fullshard.transport.observer import Observers, StepObserver
 
 
 class Event(Protocol):
@@ -40,7 +40,7 @@ class Event(Protocol):
 
 
 class InFlight(Protocol):
-    """A reduction that has been issued and is not finished: `reduce_scatter.ReduceScatterState`.
+    """A reduction that has been issued and is not finished: `reduction.ReductionInFlight`.
 
     Both methods are called on the compute stream, `finish_input` first.
     """
@@ -97,7 +97,7 @@ class FSDPCommContext:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.asynchronous = torch_border.has_streams(device)
-        _CONTEXTS.add(self)
+        CONTEXTS.add(self)
         self.max_reductions = 1
         """How many reduce inputs may be in flight; before one more, compute waits for the oldest."""
 
@@ -108,6 +108,10 @@ class FSDPCommContext:
         self.all_reduce = self._stream("all-reduce", priority=0)
         self.observer: StepObserver | None = None
         """What is told of a step; usually none."""
+        self.observers: tuple[StepObserver, ...] = ()
+        """Those that `observer` tells, if they are several."""
+        self.profiler_ranges: Any = None
+        """The observer for torch's profiler, while that runs."""
         self.host_reads_results = False
         """Whether sharded gradients are in host memory, so that the host must wait for them."""
         self.indices: Indices = weakref.WeakValueDictionary()
@@ -147,6 +151,20 @@ class FSDPCommContext:
         event: Event = torch_border.new_event(self.device)
         self._events.add(event)
         return event
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell an observer of the steps from now on."""
+        self._set_observers((*self.observers, observer))
+
+    def stop_observing(self, observer: StepObserver) -> None:
+        """Tell it no longer."""
+        self._set_observers(tuple(each for each in self.observers if each is not observer))
+
+    def _set_observers(self, observers: tuple[StepObserver, ...]) -> None:
+        self.observers = observers
+        self.observer = None
+        if observers:
+            self.observer = observers[0] if len(observers) == 1 else Observers(observers)
 
     def at_border(self) -> bool:
         """Return whether the pass that begins now, or the one before it, is captured: [Note: borders of a capture]."""
@@ -254,11 +272,6 @@ class FSDPCommContext:
         )
 
     @property
-    def has_graph(self) -> bool:
-        """Whether a backward pass may come through the model; False for one that is recomputed as a whole."""
-        return self.latest_graph is not None and self.latest_graph() is not None
-
-    @property
     def may_be_capturing(self) -> bool:
         """Whether the last pass was captured, and no replay has followed that we know of."""
         return self.in_capture and self.replay_end is None
@@ -270,12 +283,12 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-_CONTEXTS: weakref.WeakSet[FSDPCommContext] = weakref.WeakSet()
+CONTEXTS: weakref.WeakSet[FSDPCommContext] = weakref.WeakSet()
 
 
 def comm_contexts() -> list[FSDPCommContext]:
     """Return the contexts of all models of this process."""
-    return list(_CONTEXTS)
+    return list(CONTEXTS)
 
 
 _HOST_STREAM = contextlib.nullcontext()

@@ -87,7 +87,7 @@ def _settings_of(group: FSDPParamGroup) -> tuple[Any, ...]:
     gathers = group.routes
     return (
         group.mp_policy,
-        group.reducer.settings,
+        group.reduction.settings,
         gathers.custom,
         gathers.post_forward is not None,
         gathers.keeps_memory,

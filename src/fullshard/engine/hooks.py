@@ -1,7 +1,9 @@
 """Hooks around the forward of a sharded module: what happens to its inputs and outputs.
 
-    pre_forward    inputs to the device and into the compute dtype, `Runtime.enter`, hooks on inputs
-    post_forward   outputs cast to their dtype, copies in the place of parameters, hooks on outputs, `Runtime.leave`
+    pre_forward    inputs to the device and into the compute dtype, `Step.enter`, hooks on inputs
+    post_forward   outputs cast to their dtype, copies in the place of parameters, hooks on outputs, `Step.leave`
+
+The hooks are the one place that knows of the compiler, the profiler, transforms and exceptions.
 
 [Note: returned parameters]
 The memory of unsharded parameters is released after forward. A module may still return one
@@ -13,19 +15,18 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fullshard import torch_border
-from fullshard.divergence.journal import POSITION
-from fullshard.engine import backward_hooks, captures
+from fullshard.engine import captures, profiler_ranges
 from fullshard.engine.lazy_init import lazy_init
-from fullshard.engine.runtime import Runtime
 from fullshard.engine.schedule import Call
 from fullshard.engine.state import FSDPState
+from fullshard.engine.step import Step, leave_call
 from fullshard.engine.tensor_trees import (
     cast_floating,
     map_tensors,
@@ -35,11 +36,9 @@ from fullshard.engine.tensor_trees import (
 )
 from fullshard.errors import LifecycleError
 from fullshard.storage import mixed_tensors
+from fullshard.transport.monitor import monitor
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 # The compiler is kept out here, at the border to user code, and nowhere below.
@@ -51,9 +50,39 @@ def pre_forward(
 
     The outermost module's inputs are moved to its device, too.
     """
-    if torch_border.profiler_enabled():
-        return _profiled_pre_forward(state, args, kwargs)
-    return _pre_forward(state, args, kwargs)
+    step = state.step or _first_step_of(state)
+    try:
+        context = step.context
+        if torch_border.profiler_enabled() is not (context.profiler_ranges is not None):
+            profiler_ranges.follow(context)
+        observer = context.observer
+        if observer is not None:
+            observer.begins("pre_forward", state)
+        if step.root.call is None and state.device.type != "cpu":
+            if observer is not None:
+                observer.begins("inputs_to_device", None)
+            args, kwargs = to_device(args, state.device), to_device(kwargs, state.device)
+            if observer is not None:
+                observer.ends("inputs_to_device", None)
+        if torch_border.innermost_transform() is None and torch_border.num_dispatch_modes() == 0:
+            step.enter(state)
+        else:
+            with torch_border.outside_transforms(), torch_border.outside_checkpoints():
+                step.enter(state)
+        policy = state.options.mp_policy
+        if policy.param_dtype is not None and (
+            policy.cast_forward_inputs or (state.options.cast_root_inputs and step.root is state)
+        ):
+            args, kwargs = _cast_inputs(args, kwargs, policy.param_dtype)
+        if torch.is_grad_enabled() and torch_border.backward_pass_id() == -1:
+            _watch_inputs(state, args, kwargs)
+        if observer is not None:
+            observer.ends("pre_forward", state)
+            observer.forward_begins(state)
+        return args, kwargs
+    except BaseException as error:
+        _failed(step, error)
+        raise
 
 
 @torch_border.opaque_to_compiler
@@ -62,67 +91,55 @@ def post_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], out
 
     After an exception, too; the output is None then.
     """
-    if torch_border.profiler_enabled():
-        return _profiled_post_forward(state, module, output)
-    return _post_forward(state, module, output)
+    step = state.step
+    if step is None:
+        return output  # the first forward was refused
+    try:
+        observer = step.context.observer
+        if observer is not None:
+            observer.begins("post_forward", state)
+        if output is None and (error := sys.exception()) is not None:
+            _note_exception(state, step, error)
+        if observer is not None:
+            observer.forward_ends(state)
+        if state.options.mp_policy.output_dtype is not None:
+            output = cast_floating(output, state.options.mp_policy.output_dtype)
+        state.modules_run.add(module)
+        output, parts, refusal = _safe_output(state, output)
+        call = state.call
+        if torch_border.innermost_transform() is None and torch_border.num_dispatch_modes() == 0:
+            if parts and call is not None:
+                _watch_outputs(step, call, parts)
+            step.leave(state)
+        else:
+            with torch_border.outside_transforms(), torch_border.outside_checkpoints():
+                if parts and call is not None:
+                    _watch_outputs(step, call, parts)
+                step.leave(state)
+        if observer is not None:
+            observer.ends("post_forward", state)
+        if refusal is not None:
+            raise refusal
+        return output
+    except BaseException as error:
+        _failed(step, error)
+        raise
 
 
-def _noting_exceptions(
-    hook: Callable[Concatenate[FSDPState, P], R],
-) -> Callable[Concatenate[FSDPState, P], R]:
-    """Have the runtime told of exceptions that leave a hook. In backward, they may be what ends a recomputation early."""
-
-    @functools.wraps(hook)
-    def call(state: FSDPState, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return hook(state, *args, **kwargs)
-        except BaseException as error:
-            if state.runtime is not None and torch_border.backward_pass_id() == -1:
-                state.runtime.break_off(error)
-            raise
-
-    return call
-
-
-# --- inputs ---------------------------------------------------------------------------------------
-
-
-def _profiled_pre_forward(
-    state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Inputs:
-    _runtime_of(state)  # the first forward gives the state its name
-    with torch_border.profiler_range(state.labels.pre_forward):
-        return _pre_forward(state, args, kwargs)
-
-
-def _runtime_of(state: FSDPState) -> Runtime:
-    if state.runtime is not None:
-        return state.runtime
+def _first_step_of(state: FSDPState) -> Step:
     with torch_border.outside_transforms():
         return lazy_init(state)
 
 
-@_noting_exceptions
-def _pre_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    runtime = state.runtime or _runtime_of(state)
-    if runtime.root.call is None and state.device.type != "cpu":
-        with torch_border.profiler_range("FSDP::inputs_to_device"):
-            args, kwargs = to_device(args, state.device), to_device(kwargs, state.device)
-    if torch_border.innermost_transform() is None and torch_border.num_dispatch_modes() == 0:
-        runtime.enter(state)
-    else:
-        with torch_border.outside_transforms(), torch_border.outside_checkpoints():
-            runtime.enter(state)
-    policy = state.options.mp_policy
-    if policy.param_dtype is not None and (
-        policy.cast_forward_inputs or (state.options.cast_root_inputs and runtime.root is state)
-    ):
-        args, kwargs = _cast_inputs(args, kwargs, policy.param_dtype)
-    if torch.is_grad_enabled() and torch_border.backward_pass_id() == -1:
-        _watch_inputs(state, args, kwargs)
-    if runtime.context.observer is not None:
-        runtime.context.observer.forward_begins(state)
-    return args, kwargs
+def _failed(step: Step, error: BaseException) -> None:
+    """Tell the step of an exception that leaves a hook. In backward, it may be what ends a recomputation early."""
+    if step.context.observer is not None:
+        step.context.observer.failed()
+    if torch_border.backward_pass_id() == -1:
+        step.break_off(error)
+
+
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 def _cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Inputs:
@@ -147,30 +164,17 @@ def _watch_inputs(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any
             if state.watched_leaves.get(id(part)) is part:
                 continue
             state.watched_leaves[id(part)] = part
-        hook = hook or functools.partial(backward_hooks.leave_call, weakref.ref(state))
+        hook = hook or functools.partial(leave_call, weakref.ref(state))
         torch_border.hook_gradient(part, hook)
 
 
 # --- outputs --------------------------------------------------------------------------------------
 
 
-def _profiled_post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
-    with torch_border.profiler_range(state.labels.post_forward):
-        return _post_forward(state, module, output)
-
-
-@_noting_exceptions
-def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
-    runtime = state.runtime
-    if runtime is None:
-        return output  # the first forward was refused
-    if output is None and (error := sys.exception()) is not None:
-        _note_exception(state, runtime, error)
-    if runtime.context.observer is not None:
-        runtime.context.observer.forward_ends(state)
-    if state.options.mp_policy.output_dtype is not None:
-        output = cast_floating(output, state.options.mp_policy.output_dtype)
-    state.modules_run.add(module)
+def _safe_output(
+    state: FSDPState, output: Any
+) -> tuple[Any, Sequence[Tensor], LifecycleError | None]:
+    """Return the output without lent memory, its parts that have a graph, and the error to raise if that was impossible."""
     tensors = [output] if isinstance(output, Tensor) else tensors_within(output)
     ordinary, refusal = _are_ordinary(tensors), None
     if _any_lent(state, tensors, ordinary=ordinary):
@@ -185,21 +189,10 @@ def _post_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
             if part.grad_fn is not None:
                 parts.append(part)
         state.use.had_backward = bool(parts)
-    if torch_border.innermost_transform() is None and torch_border.num_dispatch_modes() == 0:
-        if parts and state.call is not None:
-            _watch_outputs(runtime, state.call, parts)
-        runtime.leave(state)
-    else:
-        with torch_border.outside_transforms(), torch_border.outside_checkpoints():
-            if parts and state.call is not None:
-                _watch_outputs(runtime, state.call, parts)
-            runtime.leave(state)
-    if refusal is not None:
-        raise refusal
-    return output
+    return output, parts, refusal
 
 
-def _note_exception(state: FSDPState, runtime: Runtime, error: BaseException) -> None:
+def _note_exception(state: FSDPState, step: Step, error: BaseException) -> None:
     """Note an exception that leaves the outermost module; others may be caught by the modules around them.
 
     What ends a recomputation within backward may be no error; `run_backward` notes those that leave backward.
@@ -207,16 +200,16 @@ def _note_exception(state: FSDPState, runtime: Runtime, error: BaseException) ->
     mixed_tensors.explain(error)
     if torch_border.backward_pass_id() != -1:
         return
-    if state is runtime.root or runtime.root.call is None:
-        POSITION.note_exception(error)
+    if state is step.root or step.root.call is None:
+        monitor().exception_left(error)
         captures.end_failed_pass()
 
 
-def _watch_outputs(runtime: Runtime, call: Call[FSDPState], parts: Sequence[Tensor]) -> None:
+def _watch_outputs(step: Step, call: Call[FSDPState], parts: Sequence[Tensor]) -> None:
     """Let `pre_backward` run when the gradient of any output has arrived, before backward continues from it."""
-    hook = functools.partial(backward_hooks.pre_backward, call)
+    hook = functools.partial(Step.reach, call)
     call.has_backward = True
-    runtime.context.latest_graph = weakref.ref(hook)  # the graph alone refers to it
+    step.context.latest_graph = weakref.ref(hook)  # the graph alone refers to it
     for tensor in parts:
         torch_border.hook_gradient(tensor, hook)
         # If the caller changes a view in place, backward comes through its base instead.

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import fully_shard
-from fullshard.engine.gradient_reducer import GradientReducer
 from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.runtime import Runtime
-from fullshard.engine.sharded_state import ShardedState
+from fullshard.engine.reduction import Reduction
+from fullshard.engine.sharded_state import Retention, ShardedState
 from fullshard.engine.state import FSDPState, state_of
+from fullshard.engine.step import Step
 from fullshard.errors import LifecycleError, UsageError
 from tests.helpers.fake import fake_world
 
@@ -59,7 +59,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return group.name.rpartition(".")[2]
 
     unshard, wait = FSDPParamGroup.unshard, FSDPParamGroup.wait
-    reshard, reduce = FSDPParamGroup.reshard, GradientReducer.reduce
+    reshard, reduce = FSDPParamGroup.reshard, Reduction.reduce
 
     def noting_unshard(self: FSDPParamGroup, **options: bool) -> bool:
         issued = unshard(self, **options)
@@ -77,14 +77,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             events.append(f"release {name(self)}")
         reshard(self)
 
-    def noting_reduce(self: GradientReducer, **options: bool) -> None:
+    def noting_reduce(self: Reduction, **options: bool) -> None:
         events.append("reduce")
         reduce(self, **options)
 
     monkeypatch.setattr(FSDPParamGroup, "unshard", noting_unshard)
     monkeypatch.setattr(FSDPParamGroup, "wait", noting_wait)
     monkeypatch.setattr(FSDPParamGroup, "reshard", noting_reshard)
-    monkeypatch.setattr(GradientReducer, "reduce", noting_reduce)
+    monkeypatch.setattr(Reduction, "reduce", noting_reduce)
     with fake_world(2):
         yield events
 
@@ -102,8 +102,8 @@ def state(module: nn.Module) -> FSDPState:
     return found
 
 
-def runtime_of(net: nn.Module) -> Runtime:
-    found = state(net).runtime
+def step_of(net: nn.Module) -> Step:
+    found = state(net).step
     assert found is not None
     return found
 
@@ -235,23 +235,23 @@ def test_layers_that_stay_unsharded_are_not_gathered_for_backward(log: list[str]
 def test_nothing_is_left_when_backward_ends(log: list[str]) -> None:
     net = sharded(log)
     loss = net(torch.ones(1, 4)).sum()
-    runtime = runtime_of(net)
+    running = step_of(net)
     loss.backward()
-    assert not runtime.busy and not runtime.backward.running and not runtime.backward.reached
-    for each in runtime.states:
-        assert each.call is None and not each.left_unsharded and not each.gathered
+    assert not running.busy and not running.passes and not running.reached
+    for each in running.states:
+        assert each.call is None and each.retention is Retention.NONE and not each.gathered
 
 
 def test_a_reset_gives_everything_back_and_keeps_the_forecast(log: list[str]) -> None:
     net = sharded(log)
     step(net, log)
-    order = list(runtime_of(net).schedule.forecast)
+    order = list(step_of(net).schedule.forecast)
     loss = net(torch.ones(1, 4)).sum()
     state(net.layers["c"]).groups[0].unshard()
     net.reset_iter_state()
-    runtime = runtime_of(net)
-    assert not any(each.gathered for each in runtime.states)
-    assert not runtime.busy and runtime.schedule.forecast == order
+    running = step_of(net)
+    assert not any(each.gathered for each in running.states)
+    assert not running.busy and running.schedule.forecast == order
     del loss
 
 
@@ -268,18 +268,18 @@ def test_weights_that_changed_after_forward_are_refused_before_a_gather(log: lis
 
 def test_the_root_is_the_state_whose_forward_comes_first(log: list[str]) -> None:
     net = sharded(log)
-    runtime = lazy_init(state(net))
+    running = lazy_init(state(net))
     layers = [state(layer) for layer in net.layers.values()]
-    assert runtime.root is state(net) and set(runtime.states) == {state(net), *layers}
+    assert running.root is state(net) and set(running.states) == {state(net), *layers}
     assert [each.name for each in layers] == ["layers.a", "layers.b", "layers.c"]
-    assert all(each.runtime is runtime for each in runtime.states)
+    assert all(each.step is running for each in running.states)
     # The root is needed again at once, so it is not resharded after forward.
     assert [each.options.reshard_after_forward for each in (state(net), *layers)] == [False] + [
         True
     ] * 3
     outer = fully_shard(nn.Sequential(net))
     outer(torch.ones(1, 4))
-    assert all(each.runtime is runtime_of(outer) for each in layers)
+    assert all(each.step is step_of(outer) for each in layers)
     assert state(net).options.reshard_after_forward
 
 

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.ownership import names_in_common
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.reduce_settings import ReduceSettings
+from fullshard.engine.reduction_state import ReduceSettings
 from fullshard.engine.state import FSDPState
 from fullshard.errors import ConfigurationError
 from fullshard.layout.segments import Division
@@ -224,7 +224,7 @@ def _section(group: FSDPParamGroup, name: str, mesh: str, param_names: Sequence[
     }
     for option, text in _policy(group.mp_policy):
         section[f"{option} of {name}"] = text
-    for option, text in _reduction(group.reducer.settings, group.mesh_info).items():
+    for option, text in _reduction(group.reduction.settings, group.mesh_info).items():
         section[f"{option} of {name}"] = text
     for param, slot, param_name in zip(group.params, group.layout.slots, param_names, strict=True):
         section[param_name] = str(param.shape)

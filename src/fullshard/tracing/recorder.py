@@ -1,4 +1,4 @@
-"""What a step does and when, recorded for `tracing` to export.
+"""The recorder of a trace: what a step does and when, for `trace` to export.
 
 `TraceRecorder` observes a step. Spans are kept as small tuples, and named and converted when the recording is over.
 
@@ -246,6 +246,8 @@ class TraceRecorder(StepObserver):
     other. Backwards end in whatever order backward leaves states; one that ends also ends those that
     began within it.
     """
+
+    capturable = False  # its events could not be read
 
     def __init__(self, device: torch.device, *, first_step: int, limit: int) -> None:
         self.device = device

@@ -22,9 +22,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fullshard.divergence.step_guard import StepFailure, StepGuard, step_failed
+from fullshard.engine import interruption
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.reduce_settings import ReduceSettings
+from fullshard.engine.reduction_state import ReduceSettings
 from fullshard.engine.state import FSDPState, named_states, state_of
 from fullshard.errors import (
     ConfigurationError,
@@ -111,7 +112,7 @@ class _Options(NamedTuple):
             options.requires_gradient_sync,
             options.is_last_backward,
             options.reshard_after_backward,
-            tuple([group.reducer.settings for group in state.groups]),
+            tuple([group.reduction.settings for group in state.groups]),
         )
 
     def restore(self, state: FSDPState) -> None:
@@ -121,7 +122,7 @@ class _Options(NamedTuple):
         options.is_last_backward = self.is_last_backward
         options.reshard_after_backward = self.reshard_after_backward
         for group, settings in zip(state.groups, self.reductions, strict=True):
-            group.reducer.settings = settings
+            group.reduction.settings = settings
 
 
 class GuardedStep:
@@ -200,9 +201,9 @@ class GuardedStep:
 
     def _reset(self) -> None:
         """Return to the state between steps, without gradients. No collective is issued."""
-        for runtime in dict.fromkeys(state.runtime for state in self._options):
-            if runtime is not None:
-                runtime.reset(together=True)
+        for step in dict.fromkeys(state.step for state in self._options):
+            if step is not None:
+                interruption.reset(step, together=True)
         for state, options in self._options.items():
             options.restore(state)
         CHANGES.note()  # what ranks have agreed on in the step may be another
@@ -227,8 +228,8 @@ def _describe(error: BaseException, *, may_skip: bool = True) -> StepFailure:
 
 def _states_of(model: nn.Module) -> Iterable[FSDPState]:
     state = state_of(model)
-    if state is not None and state.runtime is not None and state.runtime.root is state:
-        return state.runtime.states  # no need to look at all modules in every step
+    if state is not None and state.step is not None and state.step.root is state:
+        return state.step.states  # no need to look at all modules in every step
     return named_states(model)
 
 
