@@ -34,7 +34,6 @@ from fullshard.storage.reduce_buffer import (
 )
 from fullshard.storage.sharded_params import PlainShardedParam, ShardedParam, reads_gradients
 from fullshard.transport.observer import StepObserver
-from fullshard.transport.spans import Group
 from fullshard.transport.streams import Event, FSDPCommContext
 from fullshard.transport.tags import Tag
 from fullshard.transport.transports import Transport
@@ -422,10 +421,10 @@ class ReductionState:
         self._models = "", ""
         self.context: FSDPCommContext
         self.events: ReduceEvents
-        self._group: weakref.ref[Group]
+        self._group: weakref.ref[Any]
         self._name: str
 
-    def connect(self, context: FSDPCommContext, group: Group, name: str) -> None:
+    def connect(self, context: FSDPCommContext, group: Any, name: str) -> None:
         """Join a model's streams; observers are told of ``group``, tags have ``name``, which no other group of the model has."""
         self.context, self._name = context, name
         self._group = weakref.ref(group)  # which holds us
