@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from fullshard.engine.schedule import FORWARD, Call, Schedule, has_left
+from fullshard.engine.schedule import FORWARD, Call, Schedule
+from fullshard.engine.step import has_left, look_past
 
 
 class Unit(str):
@@ -156,10 +157,10 @@ def test_backward_looks_past_calls_that_need_no_gather_once(schedule: Schedule[s
         asked.append(call.unit)
         return call.unit == "a"
 
-    assert recorded["root"].look_past(needs_gather) is recorded["a"]
-    assert recorded["c"].look_past(needs_gather) is recorded["a"]
+    assert look_past(recorded["root"], needs_gather) is recorded["a"]
+    assert look_past(recorded["c"], needs_gather) is recorded["a"]
     assert asked == ["c", "b", "a", "a"]
-    assert recorded["a"].look_past(needs_gather) is None
+    assert look_past(recorded["a"], needs_gather) is None
     assert recorded["c"].previous is recorded["b"]
 
 

@@ -258,9 +258,9 @@ divergence/agreement.py::_compare
 engine/at_rest.py::bring_to_rest
     within forward or backward | checkpoint/state/test_local_state::test_models_must_rest | checkpoint/state/test_local_state::test_models_must_rest
     within summon_full_params | checkpoint/state/test_local_state::test_models_must_rest | checkpoint/state/test_local_state::test_models_must_rest
-engine/autograd_calls.py::_graph_inputs
+engine/backward_inputs.py::_graph_inputs
     torch.autograd.grad returns | promises/test_unnoticed::test_backward_accumulates_into_the_sharded_parameters_that_are_named | promises/test_unnoticed::test_backward_accumulates_into_the_sharded_parameters_that_are_named
-engine/autograd_calls.py::_needed_too_late
+engine/backward_inputs.py::needed_too_late
     whose memory has been freed | promises/test_outputs::test_weights_that_are_needed_too_late_are_an_error_that_names_the_module | promises/test_outputs::test_returned_parameters_and_objects_train_as_in_one_process
 engine/second_order.py::SecondOrder.finish
     makes no graph | promises/test_transforms::test_gradients_by_parameters_have_no_graph_and_that_is_said | promises/test_transforms::test_gradient_penalties_are_those_of_one_process
@@ -353,7 +353,7 @@ engine/root_model.py::RootModel._check_tree
 features/skipped_forward.py::skip_forward
     within a transform | promises/test_skipped_forward::test_wrong_skips_are_refused_before_a_collective | promises/test_transforms::test_modules_may_be_gathered_by_hand_within_a_transform
     so the argument must | promises/test_skipped_forward::test_wrong_skips_are_refused_before_a_collective | promises/test_skipped_forward::test_what_is_skipped_returns_what_it_is_given
-engine/all_gather_extensions.py::agree_on_sizes
+engine/extension_codec.py::agree_on_sizes
     same size on every rank | engine/test_self_gathered::test_ranks_that_send_different_sizes_are_refused_on_all_of_them | engine/test_self_gathered::test_uneven_shards_are_padded
 transport/comm_objects.py::SymmetricPool._new_block
     must be registered | transport/test_comm_memory::test_symmetric_memory_that_cannot_be_registered_says_so | transport/test_comm_memory::test_symmetric_memory_is_made_once_and_shared_by_all_groups
@@ -365,7 +365,7 @@ transport/comm_objects.py::choose_symmetric_memory
 transport/collectives.py::check_exchanges
     nothing is sharded here | promises/test_wire::test_what_makes_no_sense_is_refused_on_all_ranks | promises/test_wire::test_one_rank_takes_the_options_of_many
     exchanges memory on | promises/test_wire::test_gloo_does_not_exchange_memory_of_accelerators | promises/test_wire::test_gradients_are_summed_by_the_receiver
-engine/group_all_gathers.py::GroupAllGathers.late_extensions
+engine/routes.py::Routes.late_extensions
     keeps plain tensors | storage/test_subclasses::test_parts_of_them_cannot_be_kept_and_wrappers_do_not_flatten_them | storage/test_subclasses::test_shards_end_as_with_torch
 divergence/compared_updates.py::refuse_within_guarded_step
     A guarded step ends before | divergence/test_guarded_step::test_a_failure_reaches_all_ranks_and_only_what_can_be_skipped_is_skipped | divergence/test_guarded_step::test_a_run_goes_on_after_failures_anywhere_as_if_no_rank_had_seen_those_batches

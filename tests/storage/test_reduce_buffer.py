@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from fullshard.engine.reduction import fill as laid_into
+from fullshard.engine.reduction_state import joined
 from fullshard.layout.segments import ALIGNMENT, ROW_ALIGNMENT, Division
 from fullshard.storage.reduce_buffer import OutputView, ReduceBucket, ReduceBuffer
 from tests.helpers.compare import assert_equal
@@ -64,6 +66,7 @@ def reduce_buffers(
         if storage.nbytes():
             torch.tensor([], dtype=torch.uint8).set_(storage).fill_(RUBBISH)
         buffer.allocate()
+        laid_into(buffer, {}, (), ())
         buffers.append(buffer)
     return buffers
 
@@ -81,11 +84,11 @@ def message(buffer: ReduceBuffer) -> Tensor:
 
 def fill(buffer: ReduceBuffer, gradients: dict[int, Tensor]) -> None:
     if gradients:
-        buffer.fill(gradients)
+        laid_into(buffer, gradients, (), buffer.buckets(frozenset(gradients)))
 
 
 def inputs_of(bucket: ReduceBucket) -> tuple[Tensor, ...]:
-    return bucket.inputs or (bucket.join_messages(),)
+    return tuple(bucket.inputs) or (joined(bucket),)
 
 
 def views_of(output: Tensor, views: Sequence[OutputView]) -> list[Tensor]:
@@ -277,7 +280,7 @@ def test_per_row_a_parameter_without_gradient_does_not_travel() -> None:
     (bucket,) = buffer.buckets(frozenset([0, 2]))
     assert bucket.params == (0, 2)
     assert len(bucket.inputs) == len(bucket.ranges) == 2
-    assert bucket.unfilled == ()
+    assert not bucket.unfilled
     assert buffer.buckets(frozenset()) == ()
 
 
@@ -286,8 +289,8 @@ def test_rank_after_rank_a_part_of_a_group_is_one_message_too() -> None:
     (buffer, _) = reduce_buffers(group, [0, 1, 2], rank_major=True)
     fill(buffer, {0: torch.ones(3, 4), 2: 2 * torch.ones(2, 2)})
     (bucket,) = buffer.buckets(frozenset([0, 2]))
-    assert bucket.inputs == ()  # they are copied into one message
-    sent = bucket.join_messages()
+    assert not bucket.inputs  # they are copied into one message
+    sent = joined(bucket)
     assert sent.numel() == 2 * bucket.numel
     assert [int((row == 1).sum()) for row in sent.view(2, -1)] == [8, 4]
     assert [int((row == 2).sum()) for row in sent.view(2, -1)] == [2, 2]
@@ -303,7 +306,7 @@ def test_what_was_accumulated_is_sent_in_another_dtype(group: Group, rank_major:
     for sent in narrow:
         fill(sent, {param: gradients[param].to(DOUBLE) for param in params})
     buckets = narrow[0].buckets(frozenset(params))
-    assert all(bucket.exchanged and bucket.reduce_dtype is DOUBLE for bucket in buckets)
+    assert all(bucket.reduce_dtype is DOUBLE for bucket in buckets)
     assert all(tensor.dtype is HALF for bucket in buckets for tensor in bucket.inputs)
     for rank, local in enumerate(reduce_scatter(narrow, frozenset(params))):
         for param in params:
@@ -339,7 +342,7 @@ def test_flat_a_frozen_parameter_is_padding() -> None:
     assert sorted(buffer.targets) == [0, 2]
     assert message(buffer).tolist() == [1.0] * 12 + [0.0] * 3 + [1.0] * 4 + [0.0]
     (bucket,) = buffer.buckets(frozenset([0, 2]))
-    assert bucket.unfilled == ()
+    assert not bucket.unfilled
 
 
 def test_segments_without_trainable_parameters_have_no_memory() -> None:

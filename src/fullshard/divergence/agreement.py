@@ -146,7 +146,7 @@ def _tell_apart(states: Sequence[FSDPState]) -> None:
     for group in (group for state in states for group in state.groups):
         model = models.get(group.mesh_info.shard_peers, "")
         group.gather_tag = tag(group.gather_tag.text + model)
-        group.reducer.tell_apart(model, models.get(group.mesh_info.replicate_process_group, ""))
+        group.reduction.tell_apart(model, models.get(group.mesh_info.replicate_process_group, ""))
 
 
 _USED: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], list[int]]] = (

@@ -5,9 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from fullshard.engine.sharded_state import Retention
-from fullshard.engine.training_state import TrainingState
-
 if TYPE_CHECKING:
     from fullshard.engine.step import Step
 
@@ -36,12 +33,9 @@ def reset(step: Step, *, together: bool = False) -> None:
     context.join(accumulate=False)
     step.forget(together=together)
     for state in step.states:
-        state.end_call()
-        state.training_state = TrainingState.IDLE
-        state.retention = Retention.NONE
         state.options.end_microbatches()
         state.recomputes = state.recomputes and not together
         for group in state.groups:
             group.drop_gather()
             group.reshard()
-            group.reducer.drop()
+            group.reduction.drop()

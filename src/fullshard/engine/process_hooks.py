@@ -5,7 +5,7 @@
                           version counter counts
                           torch's elementwise updates work on local tensors (`local_updates`)
     zero_grad()           gradients that wait to be reduced, outside of `.grad`, must be cleared, too
-    backward()            see `autograd_calls.run_backward`
+    backward()            see `run_backward`
     module.name = ...     modules and parameters that join a sharded model
 
 They are installed once per process, when a sharded model first runs. They do nothing to models that
@@ -34,7 +34,6 @@ from torch.optim.optimizer import (
 
 from fullshard import torch_border
 from fullshard.engine import (
-    autograd_calls,
     backward_finalization,
     local_updates,
     optimizer_checks,
@@ -43,6 +42,7 @@ from fullshard.engine import (
 from fullshard.engine.known_groups import groups_of, unsharded_groups
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.engine.plain_params import compare_plain_gradients, is_to_be_compared
+from fullshard.engine.step import run_backward
 from fullshard.engine.unreduced_gradients import gradients_were_cleared, not_to_be_updated
 from fullshard.errors import LifecycleError
 from fullshard.storage.sharded_params import (
@@ -72,7 +72,7 @@ def _install() -> None:
     register_optimizer_step_post_hook(_after_step)
     torch_border.observe_updates(local_updates.update)
     torch_border.observe_zero_grad(_cleared_by_optimizer, _cleared_by_module)
-    torch_border.observe_backward(autograd_calls.run_backward)
+    torch_border.observe_backward(run_backward)
     torch_border.show_alone(unsharded_name)
     register_module_module_registration_hook(_joins)
     register_module_parameter_registration_hook(_joins)
@@ -184,7 +184,7 @@ def _cleared_by_module(module: nn.Module, set_to_none: bool) -> None:
     if groups:
         cleared = {id(param) for param in module.parameters()}
         for group in groups:
-            group.reducer.clear_sharded_gradients(cleared, set_to_none=set_to_none)
+            group.reduction.clear_sharded_gradients(cleared, set_to_none=set_to_none)
 
 
 # --- modules and parameters that join a model -----------------------------------------------------

@@ -8,11 +8,9 @@ so that calls of units that went from one schedule to another can be compared.
                unit  root( block0        block1         )
                            begin  end    begin  end    end of root
 
-Three questions are answered from this record, without tensors, streams or hooks:
-
-    enter       which unit is gathered next?  the one that followed here in the previous forward
-    look_past   ... and in backward?          the one that was used before this call, in this forward
-    has_left    whose backward is over?       see the note
+From this record `Schedule.enter` answers which unit is gathered next, without tensors, streams or hooks: the one that followed
+here in the previous forward. `step` asks calls alone what comes next in backward (`look_past`: what was used before, in this
+forward), and whose backward is over (`has_left`).
 
 [Note: one order of collectives]
 Ranks must issue the same collectives in the same order. What follows is what this order depends on:
@@ -32,16 +30,6 @@ keeps the previous order, since other ranks may not have been reset.
 
 A forecast that is wrong issues one gather that a rank with another previous order does not issue. Ranks whose orders
 differ have used different units, and so differ by a gather anyway, maybe of equal size; comparing tags of collectives finds out.
-
-[Note: whose backward is over]
-Autograd executes, among the nodes that are ready, the one created last. So when the node that produced the output of
-call c runs, every reachable node created after it has run: a ready one would have been preferred, and one that was not
-ready waits for nodes that were created even later, and the last of these is ready. Therefore, when backward reaches the
-output of call c, the work of all calls that began after c ended is done. A unit that backward reached only through such
-calls is not needed any more, and gradients of those calls that have not arrived never will. If another, earlier call of
-the unit is reached later, it is gathered again. This holds whether or not inputs require gradients, and with frozen and
-unused parameters. (Forward passes run on several threads at once are outside of it; what arrives late is then still
-reduced at the end of backward.)
 """
 
 from __future__ import annotations
@@ -96,29 +84,6 @@ class Call(Generic[Unit]):
         unit = self.living_unit()
         assert unit is not None, "a schedule belongs to the model whose units it orders"
         return unit
-
-    def encloses(self, other: Call[Unit]) -> bool:
-        """Whether ``other`` ran within this call."""
-        return (
-            self.end is not None
-            and other.end is not None
-            and self.begin < other.begin
-            and other.end < self.end
-        )
-
-    def look_past(self, needs_gather: Callable[[Call[Unit]], bool]) -> Call[Unit] | None:
-        """Return the latest of the calls before this one whose backward needs a gather, or None.
-
-        `gathered_before` is that call from now on. Calls that need no gather are looked at once in a backward, not once
-        for each call after them.
-        """
-        found, passed = self.gathered_before, [self]
-        while found is not None and not needs_gather(found):
-            passed.append(found)
-            found = found.gathered_before
-        for call in passed:
-            call.gathered_before = found
-        return found
 
 
 _CLOCK = itertools.count(1)
@@ -236,14 +201,13 @@ class Schedule(Generic[Unit]):
         previous, following = self._previous_order, max(self._place, self._next)
         return following == len(previous) or previous[following] is not unit
 
-    def end_forward(self) -> None:
-        """The forward of the whole model has ended; its order is the forecast for the next."""
+    def end_forward(self) -> bool:
+        """The forward of the whole model has ended; its order is the forecast for the next.
+
+        Return whether an output of it can receive a gradient; of a unit that was used twice, the latest counts.
+        """
         self._previous_order, self._order = self._order, []
         self._in_forward = False
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether an output of this forward can receive a gradient; of a unit that was used twice, the latest counts."""
         for call in self._latest.values():  # the root's comes first, and mostly has one
             if call.has_backward:
                 return True
@@ -255,14 +219,3 @@ class Schedule(Generic[Unit]):
         self._latest = {}
         self._last_ended = None
         self._in_forward = self.on_track = False
-
-
-def has_left(calls: Sequence[Call[Unit]], reached: Call[Unit]) -> bool:
-    """Whether the work of ``calls`` is done when backward reaches the output of ``reached``."""
-    end = reached.end
-    if end is None or not calls:
-        return False
-    for call in calls:  # on the hot path: cheaper than all()
-        if call.begin <= end:
-            return False
-    return True

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.engine.installed_full_params import InstalledFullParams
-from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.observed_use import ObservedUse
 from fullshard.engine.options import StateOptions
 from fullshard.engine.param_group import FSDPParamGroup
@@ -88,8 +87,8 @@ class FSDPState:
         """Whether a backward has been seen to run this state's forward again."""
         self.awaited: set[int] = set()
         """Ids of parameters whose gradients have not arrived, while backward is in this state; see `ReachedState`."""
-        self._trainable: tuple[int, tuple[int, ...]] = (-1, ())
-        """How many changes had been seen when `trainable_ids` were looked up, and the ids."""
+        self.trainable_ids: tuple[int, tuple[int, ...]] = (-1, ())
+        """`CHANGES.count` when they were looked up, and the ids of the trainable parameters: see `ReachedState`."""
         self.watched_leaves: weakref.WeakValueDictionary[int, Tensor] = (
             weakref.WeakValueDictionary()
         )
@@ -99,16 +98,6 @@ class FSDPState:
         """Take the full name, known at the first forward, and the one that ranks compare: see `names_in_common`."""
         self.name = name
         self.name_in_common = name if in_common is None else in_common
-
-    @property
-    def trainable_ids(self) -> tuple[int, ...]:
-        """Ids of the trainable parameters."""
-        changes, found = self._trainable
-        if changes != CHANGES.count:
-            params = (param for group in self.groups for param in group.params)
-            found = tuple(id(param) for param in params if param.trainable)
-            self._trainable = CHANGES.count, found
-        return found
 
     @property
     def gathered(self) -> bool:
@@ -129,26 +118,6 @@ class FSDPState:
         """Put the sharded parameters on the modules and give the memory of the whole ones back."""
         for group in self.groups:
             group.reshard()
-
-    def leave_memory(self) -> None:
-        """Put the sharded parameters on the modules behind a backward; give the memory back unless the user keeps it."""
-        self.retention = Retention.NONE
-        if self.options.reshard_after_backward:
-            self.reshard()
-        else:
-            self.use_sharded_params()
-
-    def end_call(self) -> None:
-        """Forget the forward that is running, if any: it has ended, or never will."""
-        self.call, self.depth = None, 0
-        self.modules_run.clear()
-        if self.training_state is TrainingState.FORWARD:
-            self.training_state = TrainingState.IDLE
-
-    @property
-    def stays(self) -> bool:
-        """Whether what is gathered now may be used by later forwards, too."""
-        return not (self.options.reshard_after_forward and self.options.reshard_after_backward)
 
     @property
     def in_forward(self) -> bool:

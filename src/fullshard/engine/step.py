@@ -46,6 +46,16 @@ Activation checkpointing runs forward again within backward. If backward has rea
 unsharded and leaves it so. If not (reentrant checkpointing, or several states in one checkpoint), recomputation is a forward
 of its own, whose outputs get hooks of their own. A reentrant checkpoint runs a backward pass within the backward
 pass; each pass finishes the states it reached.
+
+[Note: whose backward is over]
+Autograd executes, among the nodes that are ready, the one created last. So when the node that produced the output of
+call c runs, every reachable node created after it has run: a ready one would have been preferred, and one that was not
+ready waits for nodes that were created even later, and the last of these is ready. Therefore, when backward reaches the
+output of call c, the work of all calls that began after c ended is done. A unit that backward reached only through such
+calls is not needed any more, and gradients of those calls that have not arrived never will. If another, earlier call of
+the unit is reached later, it is gathered again. This holds whether or not inputs require gradients, and with frozen and
+unused parameters. (Forward passes run on several threads at once are outside of it; what arrives late is then still
+reduced at the end of backward.)
 """
 
 from __future__ import annotations
@@ -53,24 +63,30 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fullshard import torch_border
-from fullshard.engine import captures, interruption, profiler_ranges
+from fullshard.engine import (
+    backward_inputs,
+    captures,
+    interruption,
+    profiler_ranges,
+    second_order,
+)
 from fullshard.engine.model_changes import CHANGES
-from fullshard.engine.schedule import Call, Schedule, has_left
+from fullshard.engine.schedule import FORWARD, Call, Schedule, Unit
 from fullshard.engine.second_order import SecondOrder, parts_with_graph
 from fullshard.engine.sharded_state import Retention, ShardedState
 from fullshard.engine.training_state import TrainingState
 from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.storage.param import FSDPParam
-from fullshard.transport.monitor import POSITION
+from fullshard.transport.monitor import POSITION, monitor
 from fullshard.transport.observer import Part
-from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.streams import CONTEXTS, FSDPCommContext
 
 if TYPE_CHECKING:
     from fullshard.engine.root_model import RootModel
@@ -95,7 +111,11 @@ class ReachedState:
         self.backward_pass = backward_pass
         self.calls: list[Call[FSDPState]] = []
         """Through whose outputs backward came."""
-        trainable = state.trainable_ids
+        changes, trainable = state.trainable_ids
+        if changes != CHANGES.count:
+            params = (param for group in state.groups for param in group.params)
+            trainable = tuple(id(param) for param in params if param.trainable)
+            state.trainable_ids = CHANGES.count, trainable
         self.awaited = state.awaited
         """Ids of parameters whose gradients have not arrived. Always the same set, which their hooks know."""
         self.awaited.clear()
@@ -219,7 +239,7 @@ class Step:
         self._give_back_last()
         for state in self.states:
             if state.call is not None or state.depth or state.modules_run:
-                state.end_call()  # of a forward that an exception ended
+                end_call(state)  # of a forward that an exception ended
         self._forwards.clear()
         if self.context.observer is not None:
             self.context.observer.abandoned(self.states)
@@ -292,7 +312,7 @@ class Step:
     def _finish_call(self, state: FSDPState, *, in_forward: bool) -> None:
         assert state.call is not None, "only a running call can end"
         is_done = self.schedule.leave(state.call)
-        state.end_call()
+        end_call(state)
         self.has_run = True
         options = state.options
         if not options.reshard_after_forward:
@@ -320,7 +340,7 @@ class Step:
         # comes the loss, where the memory of a step usually peaks, and the first gather of backward
         # hides behind it.
         self._give_back_last()
-        has_backward = torch.is_grad_enabled() and self.schedule.has_backward
+        has_backward = self.schedule.end_forward() and torch.is_grad_enabled()
         for state in self.states:
             options = state.options
             kept = not options.reshard_after_forward and (
@@ -337,7 +357,6 @@ class Step:
                     state.use_sharded_params()
         if self.context.host_reads_results and not torch.is_grad_enabled():
             self.context.synchronize()  # no backward will; the host may write the shards now
-        self.schedule.end_forward()
         POSITION.phase = "outside"
 
     # --- gathers and releases, in both passes ------------------------------------------------------
@@ -375,8 +394,10 @@ class Step:
                 part: Part = "backward_prefetch" if self.passes else "forward_prefetch"
                 if observer is not None:
                     observer.begins(part, state)
+                options = state.options
+                stays = not (options.reshard_after_forward and options.reshard_after_backward)
                 for group in state.groups:
-                    group.unshard(may_stay=state.stays)
+                    group.unshard(may_stay=stays)
                 state.retention = _FORECAST
                 if observer is not None:
                     observer.ends(part, state)
@@ -386,13 +407,15 @@ class Step:
 
         With ``gives_back``, what was kept until the next gather is given back when that has been issued.
         """
-        groups, stays, last = state.groups, state.stays, self._left_last
+        groups, options, last = state.groups, state.options, self._left_last
+        stays = not (options.reshard_after_forward and options.reshard_after_backward)
         gives_back = (
             gives_back and last is not None and last is not state and self.needs_gather(state)
         )
         self._claim(state)
         for group in groups:  # all of them, before the first is waited for
-            group.unshard(may_stay=stays)
+            if (found := group.sharded_state) is _SHARDED or found is _SHARDED_POST_FORWARD:
+                group.unshard(may_stay=stays)
         if gives_back:
             self._give_back_last()
         if len(groups) == 1:  # as of most states
@@ -423,7 +446,7 @@ class Step:
             return chosen
         found = call.gathered_before
         if found is not None and not self._backward_needs_gather(found):
-            found = call.look_past(self._backward_needs_gather)
+            found = look_past(call, self._backward_needs_gather)
         unit = None if found is None else found.living_unit()
         return () if unit is None else (unit,)
 
@@ -529,7 +552,7 @@ class Step:
             graphs.add(state, this_pass)
         use = state.use
         use.returns_inner_output = bool(use.inner) and any(
-            call.encloses(other) for each in self.reached.values() for other in each.calls
+            encloses(call, other) for each in self.reached.values() for other in each.calls
         )
         reached = self.reached.get(state)  # it may have been left by a later call
         if reached is None:
@@ -593,9 +616,9 @@ class Step:
             observer.begins("post_backward_reduce", state)
         for group in state.groups:
             if state.options.requires_gradient_sync:
-                group.reducer.reduce(include_unused=state not in self._reduced)
+                group.reduction.reduce(include_unused=state not in self._reduced)
             else:
-                group.reducer.accumulate()
+                group.reduction.accumulate()
         self._reduced.add(state)
         if observer is not None:
             observer.ends("post_backward_reduce", state)
@@ -624,18 +647,27 @@ class Step:
         if any_arrived:
             state.use.unused = unused
         unsent = state.training_state is TrainingState.PRE_BACKWARD
-        if state.in_forward:
+        if state.call is not None and state.call.made_in == FORWARD:
             # A forward that ran this backward pass goes on.
             state.training_state = _FORWARD
         else:
             if state.call is not None:
-                state.end_call()  # of a recomputation that stopped early
+                end_call(state)  # of a recomputation that stopped early
             state.training_state = TrainingState.POST_BACKWARD
-            state.leave_memory()
+            self._leave_memory(state)
         if unsent and (any_arrived or at_end or not _has_products(state)):
             self._reduce(state)
         elif unsent:
             self._to_be_reduced.add(state)
+
+    def _leave_memory(self, state: FSDPState) -> None:
+        """Put the sharded parameters on the modules behind a backward; give the memory back unless the user keeps it."""
+        state.retention = _NONE
+        for group in state.groups:
+            if state.options.reshard_after_backward:
+                group.reshard()
+            else:
+                group.use_sharded_params()
 
     def _end_pass(self) -> None:
         """The outermost pass has ended: reduce what other ranks may reduce, and end backward unless the user does."""
@@ -647,7 +679,7 @@ class Step:
             # Backward did not reach it here, but may have on other ranks; or nobody told of its last products.
             if (state in self._to_be_reduced and _has_products(state)) or (
                 state not in self._reduced
-                and any(group.reducer.settings.zero_unused for group in state.groups)
+                and any(group.reduction.settings.zero_unused for group in state.groups)
             ):
                 self._reduce(state)
             if state.training_state is TrainingState.POST_BACKWARD:
@@ -694,7 +726,7 @@ class Step:
         for state in self.states:
             if state.call is not None:
                 if not state.in_forward:
-                    state.end_call()  # of a recomputation that stopped early
+                    end_call(state)  # of a recomputation that stopped early
                     state.reshard()
             elif not state.options.reshard_after_forward and self.root.call is None:
                 # Backward did not come to it. Between steps users find sharded parameters: what they write to others is lost.
@@ -717,7 +749,7 @@ class Step:
             # About the order of a backward pass, and the same on all ranks.
             for state in reversed(states):
                 POSITION.module = state.name
-                state.leave_memory()  # [Note: memory first]
+                self._leave_memory(state)  # [Note: memory first]
                 self._reduce(state)
         except BaseException as error:
             self.break_off(error)
@@ -750,6 +782,10 @@ class Step:
         self.awaits_finalization = False
         self.num_resets += 1
         self._left_last = None
+        for state in self.states:
+            end_call(state)
+            state.training_state = TrainingState.IDLE
+            state.retention = _NONE
         self.schedule.abandon_forward()
         if together:
             self.schedule = Schedule()
@@ -757,6 +793,31 @@ class Step:
 
 
 # --- what autograd calls: by weak references, as a graph that outlives its model must not keep it -------------------------
+
+
+def run_backward(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run a backward pass of any model with autograd's own ``run``; sharded parameters are seen to."""
+    if any(torch_border.inputs_of_backward(args)):
+        run, args = backward_inputs.with_unsharded(run, args, options)
+    try:
+        # A backward pass may come through a model whose latest graph is alive; not through one that is recomputed as a whole.
+        graphs = [context.latest_graph for context in CONTEXTS]
+        if any(graph is not None and graph() is not None for graph in graphs):
+            # By default, a thread of autograd's runs what is on a device.
+            with torch.autograd.set_multithreading_enabled(False):
+                gradients = run(*args, **options)
+        else:
+            gradients = run(*args, **options)
+    except BaseException as error:
+        monitor().exception_left(error)
+        captures.end_failed_pass()
+        told = backward_inputs.needed_too_late(error)
+        if told is None:
+            raise
+        raise told from error
+    if second_order.ADDED_AT_END:
+        second_order.watch_results(gradients or ())
+    return gradients
 
 
 def gradient_arrived(
@@ -820,6 +881,50 @@ def leave_call(state_ref: weakref.ref[FSDPState], gradient: Tensor) -> None:
                 SecondOrder.of(state.step).watch(parts, state)
 
 
+def has_left(calls: Sequence[Call[Unit]], reached: Call[Unit]) -> bool:
+    """Whether the work of ``calls`` is done when backward reaches the output of ``reached``: [Note: whose backward is over]."""
+    end = reached.end
+    if end is None or not calls:
+        return False
+    for call in calls:  # on the hot path: cheaper than all()
+        if call.begin <= end:
+            return False
+    return True
+
+
+def encloses(outer: Call[Unit], inner: Call[Unit]) -> bool:
+    """Whether ``inner`` ran within ``outer``."""
+    return (
+        outer.end is not None
+        and inner.end is not None
+        and outer.begin < inner.begin
+        and inner.end < outer.end
+    )
+
+
+def look_past(call: Call[Unit], needs_gather: Callable[[Call[Unit]], bool]) -> Call[Unit] | None:
+    """Return the latest of the calls before this one whose backward needs a gather, or None.
+
+    `gathered_before` is that call from now on. Calls that need no gather are looked at once in a backward, not once
+    for each call after them.
+    """
+    found, passed = call.gathered_before, [call]
+    while found is not None and not needs_gather(found):
+        passed.append(found)
+        found = found.gathered_before
+    for each in passed:
+        each.gathered_before = found
+    return found
+
+
+def end_call(state: FSDPState) -> None:
+    """Forget the forward of ``state`` that is running, if any: it has ended, or never will."""
+    state.call, state.depth = None, 0
+    state.modules_run.clear()
+    if state.training_state is _FORWARD:
+        state.training_state = TrainingState.IDLE
+
+
 def _weights_have_changed(state: FSDPState) -> LifecycleError:
     return LifecycleError(
         f"Weights must not change between a forward and its backward, but those of {state.name!r} have: by an "
@@ -830,7 +935,7 @@ def _weights_have_changed(state: FSDPState) -> LifecycleError:
 
 def _has_products(state: FSDPState) -> bool:
     """Whether backward has written gradients of the state that have not been sent off."""
-    return any(group.reducer.has_products for group in state.groups)
+    return any(group.reduction.has_products for group in state.groups)
 
 
 def _is_first(calls: Sequence[Call[FSDPState]]) -> bool:

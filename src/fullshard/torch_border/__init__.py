@@ -9,7 +9,6 @@ Users of it write ``torch_border.name``, whichever file has the name.
 from fullshard.torch_border.autograd import (
     NO_RANGE as NO_RANGE,
     REDUCES_IN_GRAD_DTYPE as REDUCES_IN_GRAD_DTYPE,
-    are_trainable as are_trainable,
     backward_pass_id as backward_pass_id,
     below_autograd as below_autograd,
     dtypes_of as dtypes_of,
@@ -18,9 +17,9 @@ from fullshard.torch_border.autograd import (
     is_autocast_on as is_autocast_on,
     move_hooks as move_hooks,
     observe_backward as observe_backward,
-    on_calling_thread as on_calling_thread,
     pass_accumulates as pass_accumulates,
     pass_executes as pass_executes,
+    plain_attributes as plain_attributes,
     post_accumulate_grad_hooks as post_accumulate_grad_hooks,
     profiler_enabled as profiler_enabled,
     profiler_range as profiler_range,

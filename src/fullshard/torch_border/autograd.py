@@ -45,7 +45,12 @@ Since torch 2.15; until then in the dtype of the unsharded parameter.
 """
 
 _dtype_of: Callable[[Tensor], torch.dtype] = operator.attrgetter("dtype")
-_trainable_of: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+
+
+plain_attributes: Callable[[], contextlib.AbstractContextManager[Any]] = (
+    torch._C.DisableTorchFunctionSubclass
+)
+"""Returns a context in which DTensors are asked for attributes in half the time: torch need not look for a function of their own."""
 
 
 def sum_of_versions(tensors: Iterable[Tensor]) -> int:
@@ -53,12 +58,6 @@ def sum_of_versions(tensors: Iterable[Tensor]) -> int:
     # DTensors are asked for attributes in half the time if torch need not look for a function of their own.
     with torch._C.DisableTorchFunctionSubclass():
         return sum(map(version_of, tensors))
-
-
-def are_trainable(tensors: Iterable[Tensor]) -> list[bool]:
-    """Return `requires_grad` of each of the tensors."""
-    with torch._C.DisableTorchFunctionSubclass():  # as above
-        return [*map(_trainable_of, tensors)]
 
 
 def dtypes_of(tensors: Iterable[Tensor]) -> list[torch.dtype]:
@@ -121,12 +120,6 @@ def observe_backward(run_observed: Callable[..., Any]) -> None:
     torch.autograd._engine_run_backward = functools.partial(
         run_observed, torch.autograd._engine_run_backward
     )
-
-
-def on_calling_thread(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run a backward pass on the thread that calls it. By default, a thread of autograd's runs what is on a device."""
-    with torch.autograd.set_multithreading_enabled(False):
-        return run(*args, **options)
 
 
 inputs_of_backward: Callable[[tuple[Any, ...]], tuple[Any, ...]] = operator.itemgetter(slice(4, 5))

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from fullshard import torch_border
-from fullshard.storage.buffers import Indices
+from fullshard.storage.copy_out import Indices
 from fullshard.transport.observer import Observers, StepObserver
 
 
@@ -40,7 +40,7 @@ class Event(Protocol):
 
 
 class InFlight(Protocol):
-    """A reduction that has been issued and is not finished: `reduce_scatter.ReduceScatterState`.
+    """A reduction that has been issued and is not finished: `reduction.ReductionInFlight`.
 
     Both methods are called on the compute stream, `finish_input` first.
     """
@@ -97,7 +97,7 @@ class FSDPCommContext:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.asynchronous = torch_border.has_streams(device)
-        _CONTEXTS.add(self)
+        CONTEXTS.add(self)
         self.max_reductions = 1
         """How many reduce inputs may be in flight; before one more, compute waits for the oldest."""
 
@@ -272,11 +272,6 @@ class FSDPCommContext:
         )
 
     @property
-    def has_graph(self) -> bool:
-        """Whether a backward pass may come through the model; False for one that is recomputed as a whole."""
-        return self.latest_graph is not None and self.latest_graph() is not None
-
-    @property
     def may_be_capturing(self) -> bool:
         """Whether the last pass was captured, and no replay has followed that we know of."""
         return self.in_capture and self.replay_end is None
@@ -288,12 +283,12 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-_CONTEXTS: weakref.WeakSet[FSDPCommContext] = weakref.WeakSet()
+CONTEXTS: weakref.WeakSet[FSDPCommContext] = weakref.WeakSet()
 
 
 def comm_contexts() -> list[FSDPCommContext]:
     """Return the contexts of all models of this process."""
-    return list(_CONTEXTS)
+    return list(CONTEXTS)
 
 
 _HOST_STREAM = contextlib.nullcontext()

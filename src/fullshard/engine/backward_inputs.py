@@ -1,49 +1,31 @@
-"""Around backward passes of any model: names of sharded parameters among their inputs, their errors, their results."""
+"""Sharded parameters among the named inputs of a backward pass, and parameters that a pass needs too late."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from fullshard import torch_border
-from fullshard.engine import captures, fused_linear, second_order
+from fullshard.engine import fused_linear
 from fullshard.engine.known_groups import group_without_memory, groups_of
 from fullshard.errors import LifecycleError
 from fullshard.storage.sharded_params import group_of
-from fullshard.transport.monitor import monitor
-from fullshard.transport.streams import comm_contexts
 
 
-def run_backward(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run a backward pass of any model with autograd's own ``run``; sharded parameters are seen to.
+def with_unsharded(
+    run: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return what to run a pass with named inputs with: unsharded parameters stand in the place of sharded ones.
 
     The inputs are looked at before the pass since nothing on a tensor tells them in time: parameters that are
     not in the graph make autograd execute no node, so no other hook of ours would run.
     """
-    if any(torch_border.inputs_of_backward(args)):
-        args = torch_border.with_inputs_of_backward(
-            args, functools.partial(_graph_inputs, bool(options.get("accumulate_grad")))
-        )
-        run = functools.partial(fused_linear.without_fusing, run)
-    if any(context.has_graph for context in comm_contexts()):
-        run = functools.partial(torch_border.on_calling_thread, run)
-    try:
-        gradients = run(*args, **options)
-    except BaseException as error:
-        monitor().exception_left(error)
-        captures.end_failed_pass()
-        if not isinstance(error, RuntimeError):
-            raise
-        told = _needed_too_late(torch_border.version_found(error))
-        if told is None:
-            raise
-        raise told from error
-    if second_order.ADDED_AT_END:
-        second_order.watch_results(gradients or ())
-    return gradients
+    translate = functools.partial(_graph_inputs, bool(options.get("accumulate_grad")))
+    args = torch_border.with_inputs_of_backward(args, translate)
+    return functools.partial(fused_linear.without_fusing, run), args
 
 
 def _graph_inputs(accumulated: bool, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -68,8 +50,9 @@ def _graph_inputs(accumulated: bool, inputs: tuple[Any, ...]) -> tuple[Any, ...]
     return tuple(leaf for together in found for leaf in together)
 
 
-def _needed_too_late(version: int | None) -> LifecycleError | None:
-    """Explain an error about a saved tensor that is at ``version``, if it is a parameter without memory."""
+def needed_too_late(error: BaseException) -> LifecycleError | None:
+    """Explain an error of autograd about a saved tensor, if that is a parameter without memory."""
+    version = torch_border.version_found(error) if isinstance(error, RuntimeError) else None
     group = None if version is None else group_without_memory(version)
     if group is None:
         return None
