@@ -17,7 +17,7 @@ A step:
     2. exchange     one all-reduce (maximum) of those of blocks that several ranks share; none if no block is shared
     3. fragments    update and codes, with the scales that were found; averages are computed again, rather than kept
     4. rows         whole blocks: averages, scale, update and codes, in one pass
-    5. gather       with ``shard_over_replicas``: the parts that other replicas have updated (`block_replicas`)
+    5. gather       with ``shard_over_replicas``: the parts that other replicas have updated (`eight_bit.replicas`)
 
 An all-reduce of two numbers for each shared block is what a common scale costs. Blocks that end where shards do would need none,
 but then the number of ranks would change the result.
@@ -188,7 +188,7 @@ class AdamW8bit(torch.optim.AdamW):
         self.state = self._whole_states(on_host=False)
 
     def states_to_save(self) -> Mapping[Any, Any]:
-        """Return what `state` is. With ``shard_over_replicas`` it is gathered into host memory. Collective then."""
+        """Return the content of `state`. With ``shard_over_replicas`` it is gathered into host memory. Collective then."""
         if self._is_split or not self.shards_over_replicas:
             return self.state
         return self._whole_states(on_host=True)
@@ -397,7 +397,7 @@ class AdamW8bit(torch.optim.AdamW):
         return self._plan
 
     def _add_unit(self, step: BlockStep, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
-        """Add what a step has to do in a unit: for parameters in codes and with the same number of steps together."""
+        """Add the work of a step in a unit: for parameters in codes and with the same number of steps together."""
         present = [number for number, each in enumerate(gradients) if each is not None]
         if not present:
             return

@@ -30,7 +30,7 @@ Segment = tuple[int, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCut:
-    """How replicas divide a unit."""
+    """The division of a unit among replicas."""
 
     group: ProcessGroup
     rank: int
@@ -39,7 +39,7 @@ class ReplicaCut:
 
     @property
     def windows(self) -> list[tuple[int, int]]:
-        """For each replica, its first element and the one after its last."""
+        """Each replica's first element, and the one after its last."""
         return list(pairwise((0, *self.ends)))
 
 
@@ -97,7 +97,7 @@ class ReplicaBucket(GatheredParams):
 
 
 def _parts(segments: Sequence[Segment], begin: int, end: int) -> Iterator[Tensor]:
-    """Yield what segments have of the elements from ``begin`` to ``end`` of their unit."""
+    """Yield the parts of segments between the elements ``begin`` and ``end`` of their unit."""
     for start, tensor in segments:
         first, last = max(begin - start, 0), min(end - start, tensor.numel())
         if first < last:

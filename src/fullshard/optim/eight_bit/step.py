@@ -25,14 +25,14 @@ from fullshard.optim.eight_bit.update import (
 )
 
 _CHUNK_NUMEL = {"cpu": 1 << 16}
-"""How many elements are computed with at once, by operators: on a CPU as many as its cache holds."""
+"""Elements computed with at once, by operators: on a CPU as many as its cache holds."""
 _DEVICE_CHUNK_NUMEL = 1 << 24
 
 _VARYING = (1, 8)
 """The arguments of `update_rows` that are other tensors in every step: the gradient, and the numbers."""
 
 Averages = tuple[Tensor, Tensor]
-"""Of gradients, and of their squares."""
+"""Averages of gradients, and of their squares."""
 
 
 def _chunk_numel(device: torch.device) -> int:
@@ -69,7 +69,7 @@ class _Item:
     rows: Sequence[Rows]
     fragments: Fragments
     gradient: Tensor
-    """Of the whole unit."""
+    """The gradient of the whole unit."""
     numbers: Tensor
     old: Averages | None
     """Averages in fp32 in place of the codes; of one parameter."""

@@ -1,4 +1,4 @@
-"""Where the 8-bit state of parameters lies in memory, and which scales ranks must find together.
+"""Places of 8-bit state in memory, and the scales that ranks must find together.
 
 A **unit** is memory that is updated together: a range of a group's shard buffer (`FusedShard`), or one parameter. Its codes lie as
 its elements do. Whole blocks are rows of it, with one scale each. The parts of blocks at its edges are fragments; the fragments
@@ -10,7 +10,7 @@ of all units have their scales in one table, in which some are of blocks that ar
     exchange      | 0        |                 | -        | 1        |                only of blocks that are shared
 
 An exchange has all shared blocks of all parameters, whether this rank has elements of them, or gradients, or not. So all ranks
-exchange the same, always. If replicas divide a unit (`block_replicas`), what is said of a unit here is said of this replica's part.
+exchange the same, always. If replicas divide a unit (`eight_bit.replicas`), all of this holds for this replica's part of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fullshard.transport import collectives
 
 
 class _OneShard:
-    """What a rank has of one parameter that is in no fused shard; see `FusedShard`."""
+    """This rank's elements of one parameter that is in no fused shard; see `FusedShard`."""
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
         local = local_of(param).detach()
@@ -97,7 +97,7 @@ class Fragments:
     """Number of the block's scale in the table."""
     count: int = field(init=False)
     _kept: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
-    """What `elements` has returned: every step asks for it."""
+    """The result of `elements`: every step asks for it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "count", len(self.starts))
@@ -178,7 +178,7 @@ class Unit:
         begin, end = (0, self.whole.numel()) if cut is None else cut.windows[cut.rank]
         self._window = slice(begin, end)
         self.memory = self.whole[self._window]
-        """What this replica updates."""
+        """The part of `whole` that this replica updates."""
         self.starts = [start - begin for start in shard.starts]
         """The first element of each parameter; negative, if the replica before this one has it."""
         self.size = size
@@ -195,7 +195,7 @@ class Unit:
         self._all: tuple[list[Rows], Fragments] | None = None
         self._kept_views: dict[Rows, RowViews] = {}
         self.repeats: dict[tuple[Rows, torch.dtype], torch_border.Repeat | None] = {}
-        """By rows and the dtype of gradients: how to call the compiled update of `views` with other gradients and numbers."""
+        """Compiled updates of `views`, to be called with other gradients and numbers, by rows and the dtype of gradients."""
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -271,7 +271,7 @@ class Unit:
         return self.counts[number] > 0 or number in self.old
 
     def own_averages(self, number: int, means: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `old` keeps of a parameter's averages: all, or this replica's part."""
+        """Return the part of a parameter's averages that `old` keeps: all, or this replica's part."""
         if self.cut is None:
             return means, squares
         part = self.own_part(number)
@@ -320,7 +320,7 @@ class Unit:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the state, and of what says where its blocks are."""
+        """Memory of the state, and of the tables of its blocks."""
         parts = self._fragments if self._all is None else [*self._fragments, self._all[1]]
         tables = sum(part.nbytes for part in dict.fromkeys(parts))
         held = [self._codes, self._scales, self.blocks, *chain.from_iterable(self.old.values())]
@@ -333,12 +333,12 @@ class _Exchange:
 
     group: ProcessGroup
     labels: list[str] = field(default_factory=list)
-    """Of the parameters."""
+    """The parameters' labels."""
     count: int = 0
     slots: list[Tensor] = field(default_factory=list)
-    """Those that this rank has elements of: the numbers of their scales in the table,"""
+    """Numbers in the table of the scales that this rank has elements of."""
     positions: list[Tensor] = field(default_factory=list)
-    """and their numbers in the exchange."""
+    """Numbers of the same scales in the exchange."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -372,7 +372,7 @@ class BlockPlan:
         Args:
             groups: Parameters.
             size: Elements in a block.
-            bucket_numel: How many elements replicas gather at once, if they divide units among them.
+            bucket_numel: Elements that replicas gather at once, if they divide units among them.
 
         Raises:
             UnsupportedError: parameters of wrappers that are also tensor-parallel, or with gaps in memory.
@@ -414,11 +414,11 @@ class BlockPlan:
             for param in unit.params:
                 unit.add(members[param])
         self.turns = _turns(self.units, bucket_numel or 0)
-        """What is updated one after the other: the units of each bucket, and at last those of none."""
+        """Units in the order of updates: those of each bucket, and at last those of none."""
         self.tables = {
             device: torch.zeros(2, count, device=device) for device, count in self._counts.items()
         }
-        """For each device the scales of means and of squares of all fragments."""
+        """Scales of means and of squares of all fragments, for each device."""
         self._joined = [
             (device, _joined(exchange, device, size))
             for (_, device), exchange in self._exchanges.items()

@@ -103,18 +103,18 @@ class Muon(torch.optim.Optimizer):
             params: A model, or parameters, or groups of them.
             lr: Learning rate of both optimizers. With ``match_rms_adamw``, AdamW's rates fit Muon, too.
             weight_decay: Decoupled, for both optimizers.
-            momentum: Of the moving average of gradients.
+            momentum: Weight of the old value in the moving average of gradients.
             nesterov: Whether the gradient is mixed with the average once more.
-            ns_coefficients: Of the polynomial of Newton-Schulz.
+            ns_coefficients: Coefficients of the polynomial of Newton-Schulz.
             eps: Least norm that a matrix is divided by.
-            ns_steps: How often the polynomial is applied.
+            ns_steps: Number of times that the polynomial is applied.
             adjust_lr_fn: ``match_rms_adamw`` multiplies updates by ``0.2 * sqrt(max(rows, columns))``, ``original`` by
                 ``sqrt(max(1, rows / columns))``; None is the original one, as in torch.
             betas: AdamW's.
             adamw_eps: AdamW's.
             capturable: Whether steps can be captured in CUDA graphs. AdamW counts its steps on the device then.
-            dtype: In which matrices are exchanged and multiplied; by default bf16 on accelerators, fp32 on the CPU.
-            bucket_numel: How many elements an owner has in a bucket, unless one matrix has more.
+            dtype: Dtype in which matrices are exchanged and multiplied; by default bf16 on accelerators, fp32 on the CPU.
+            bucket_numel: Most elements that an owner has in a bucket, unless one matrix has more.
         """
         self._bucket_numel, self._dtype = bucket_numel, dtype
         self._plans: dict[tuple[int, ...], _Plan] = {}
@@ -330,7 +330,7 @@ class Muon(torch.optim.Optimizer):
         options = {**state.get("defaults", {}), **self.__dict__.get("defaults", {})}
         super().__setstate__(state)
         for group in self.param_groups:
-            # What torch's Muon does not have, and what states have not that were saved before it existed.
+            # Options that torch's Muon does not have, or that states lack because they were saved before the options existed.
             for option, value in options.items():
                 group.setdefault(option, value)
 
@@ -340,7 +340,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class _Plan:
-    """How the matrices of some parameters are exchanged, by process group."""
+    """The exchange of the matrices of some parameters, by process group."""
 
     def __init__(self, cuts: Sequence[ParamCut], bucket_numel: int) -> None:
         by_group: dict[ProcessGroup | None, list[int]] = {}
@@ -426,7 +426,7 @@ class _Exchange:
             self._land(*each)
 
     def _gathers(self, buckets: Sequence[Bucket]) -> Iterator[Tensor]:
-        """Yield what this rank gets of each bucket; the gather of the next one has begun then."""
+        """Yield the pieces that this rank gets of each bucket; the gather of the next one has begun then."""
         started: tuple[Tensor, Work | None] | None = None
         for number in range(len(buckets) + 1):
             previous = started
