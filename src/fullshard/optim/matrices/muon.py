@@ -117,7 +117,7 @@ class Muon(torch.optim.Optimizer):
             bucket_numel: Most elements that an owner has in a bucket, unless one matrix has more.
         """
         self._bucket_numel, self._dtype = bucket_numel, dtype
-        self._plans: dict[tuple[int, ...], _Plan] = {}
+        self._orthogonalizers: dict[tuple[int, ...], _Orthogonalizer] = {}
         self._is_built = False
         groups = _chosen_groups(params) if isinstance(params, nn.Module) else params
         defaults = {
@@ -193,7 +193,7 @@ class Muon(torch.optim.Optimizer):
         self._check_states()
         for group in self.param_groups:
             if group["use_muon"]:
-                self._plan_of(group["params"])
+                self._orthogonalizer_of(group["params"])
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if group["use_muon"]:
@@ -231,7 +231,7 @@ class Muon(torch.optim.Optimizer):
             for param in group["params"]
         )
         if is_new or not all(
-            tuple(map(id, group["params"])) in self._plans
+            tuple(map(id, group["params"])) in self._orthogonalizers
             for group in self.param_groups
             if group["use_muon"]
         ):
@@ -285,7 +285,7 @@ class Muon(torch.optim.Optimizer):
         """Update ``params``, those of a group that have gradients.
 
         All matrices of the group are exchanged, those without gradient as zeros. A rank of a wrapper does not know
-        whether a parameter has a gradient of which it holds nothing, and all ranks must follow the same plan.
+        whether a parameter has a gradient of which it holds nothing, and all ranks must call the same collectives.
         """
         for param in params:
             if not self.state[param]:
@@ -306,7 +306,7 @@ class Muon(torch.optim.Optimizer):
             for param in group["params"]
         ]
         results = [torch.empty_like(update) for update in every]
-        self._plan_of(group["params"]).run(every, results, group, self._dtype)
+        self._orthogonalizer_of(group["params"]).run(every, results, group, self._dtype)
         found = [
             result
             for param, result in zip(group["params"], results, strict=True)
@@ -318,12 +318,12 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(found, -lr)
             torch._foreach_add_(locals_, found)
 
-    def _plan_of(self, params: Sequence[nn.Parameter]) -> _Plan:
+    def _orthogonalizer_of(self, params: Sequence[nn.Parameter]) -> _Orthogonalizer:
         key = tuple(map(id, params))
-        if key not in self._plans:
+        if key not in self._orthogonalizers:
             self._check_params()  # users may have changed the groups
-            self._plans[key] = _Plan(param_cuts(params), self._bucket_numel)
-        return self._plans[key]
+            self._orthogonalizers[key] = _Orthogonalizer(param_cuts(params), self._bucket_numel)
+        return self._orthogonalizers[key]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `load_state_dict`, or a copy, brings."""
@@ -336,11 +336,11 @@ class Muon(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"_bucket_numel": self._bucket_numel, "_dtype": self._dtype}
-        return {**super().__getstate__(), **kept, "_plans": {}, "_is_built": True}
+        return {**super().__getstate__(), **kept, "_orthogonalizers": {}, "_is_built": True}
 
 
-class _Plan:
-    """The exchange of the matrices of some parameters, by process group."""
+class _Orthogonalizer:
+    """Exchange and orthogonalisation of the matrices of some parameters, by process group."""
 
     def __init__(self, cuts: Sequence[ParamCut], bucket_numel: int) -> None:
         by_group: dict[ProcessGroup | None, list[int]] = {}
