@@ -1,6 +1,6 @@
 """Writing a checkpoint: every rank writes its cells, and the first rank publishes.
 
-    plan      every rank computes who writes what; ranks compare digests, and send more only if these differ
+    plan      every rank computes which rank writes what; ranks compare digests, and send more only if these differ
               (`agreement`)
     write     one file for each rank, flushed; then each rank reads the file of another rank
     publish   the manifest, by a rename; only then are old data removed
@@ -108,7 +108,7 @@ class Plan:
 
 @dataclass(slots=True)
 class _LocalContent:
-    """What one rank has to save, before it has compared that with other ranks."""
+    """One rank's content to save, before it was compared with that of other ranks."""
 
     path: Path
     tensors: list[LocalTensor]
@@ -126,7 +126,7 @@ def make_plan(
     ema: EMA | None = None,
     base: Base | None = None,
 ) -> Plan:
-    """Return what will be written, and by which ranks. It is the same on all ranks, or an error on all."""
+    """Return the new checkpoint, and which rank writes what. It is the same on all ranks, or an error on all."""
     own = rank_group.on_each(
         lambda: _collect(rank_group, path, model, optimizer, extra, keep_last, ema, base)
     )
@@ -221,7 +221,7 @@ def _check_trains(
 
 
 def _agreed(rank_group: RankGroup, own: _LocalContent) -> Outline:
-    """Return what all ranks have together. If all have the same, only a digest is sent."""
+    """Return the ranks' common outline. If all have the same, only a digest is sent."""
     facts = rank_group.collect((own.outline.digest(), own.extra is not None))
     with_extra = [
         rank for rank, (_, has_extra) in zip(rank_group.ranks, facts, strict=True) if has_extra
@@ -257,7 +257,7 @@ def _with_one_writer(sharding: Sharding, turn: int) -> Sharding:
 
 
 def write(rank_group: RankGroup, plan: Plan, on_progress: OnProgress | None = None) -> Saved:
-    """Write what was planned, read it back, and publish it."""
+    """Write the planned files, read them back, and publish them."""
     save: UnfinishedSave | None = None
 
     def begin() -> tuple[str, bool]:

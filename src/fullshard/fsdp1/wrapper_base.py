@@ -68,7 +68,7 @@ class WrapperBase(nn.Module):
         return hooks.pre_forward(self._fsdp_state, self, args, kwargs)
 
     def _prepare_forward(self) -> None:
-        """Do what comes before the parameters are gathered."""
+        """Do the work before the parameters are gathered."""
         state = self._fsdp_state
         if state.installed_full_params:
             state.installed_full_params.uninstall()  # loading a module around this one has failed

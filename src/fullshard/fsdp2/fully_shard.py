@@ -247,13 +247,13 @@ replicate.state = fsdp_state  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, slots=True)
 class _AfterForward:
-    """What happens to gathered parameters after forward."""
+    """The choice for gathered parameters after forward."""
 
     reshard: bool
     auto: bool = False
     """Whether the user left the choice open, so that the root may choose otherwise."""
     post_forward_size: int | None = None
-    """Over how many ranks backward gathers, if after forward a larger shard is kept."""
+    """Number of ranks over which backward gathers, if after forward a larger shard is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +402,7 @@ def _check_wire(found: Sequence[_ParamPlan], mp_policy: MixedPrecisionPolicy) ->
 
 
 def _read_reshard_after_forward(choice: object, info: DataParallelMeshInfo) -> _AfterForward:
-    """Return what a value of ``reshard_after_forward`` means on this mesh."""
+    """Return the meaning of a value of ``reshard_after_forward`` on this mesh."""
     if choice is None:
         return _AfterForward(reshard=True, auto=True)
     if isinstance(choice, bool):

@@ -27,7 +27,7 @@ _SUPPORTED_DEVICES = (
 
 
 class VirtualDevice(Protocol):
-    """What the engine asks a device for, besides running operations."""
+    """Requests of the engine to a device, besides running operations."""
 
     has_streams: bool
     """Whether work is issued now and done later; otherwise the host does it, as on the CPU."""
@@ -42,7 +42,7 @@ class VirtualDevice(Protocol):
         """Return the stream to which operations go now."""
 
     def new_clock(self) -> Any:
-        """Return what a trace takes its times from: `comm.spans`; None for the host's clock."""
+        """Return the clock of a trace: `comm.spans`; None for the host's clock."""
 
     def allocated_bytes(self) -> int:
         """Return the bytes that tensors have now."""

@@ -16,7 +16,7 @@ VIRTUAL_BACKEND = "virtual"
 
 
 class Carrier(Protocol):
-    """What collectives are reported to."""
+    """Receiver of the calls of collectives."""
 
     def carry(
         self,
@@ -31,8 +31,8 @@ class Carrier(Protocol):
 
         Args:
             kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, barrier, send or recv.
-            outputs: What it writes.
-            inputs: What it reads; the same as the outputs where it works in place.
+            outputs: Tensors that it writes.
+            inputs: Tensors that it reads; the same as the outputs where it works in place.
             group: The ranks.
             is_asynchronous: Whether the caller waits for the work.
         """

@@ -1,4 +1,4 @@
-"""What ranks report about the state of their optimizers, and the plan made of all reports.
+"""Reports of ranks about the state of their optimizers, and the plan made of all reports.
 
 A state of a parameter is one of
 
@@ -32,12 +32,12 @@ from fullshard.transport import collectives
 from fullshard.transport.tags import tag
 
 State = Mapping[str, Any]
-"""What an optimizer keeps of one parameter, by names of states."""
+"""An optimizer's state of one parameter, by names of states."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateReport:
-    """What a rank reports about one state of one parameter."""
+    """A rank's report about one state of one parameter."""
 
     dtype: torch.dtype | None
     """The dtype of elements; None for a value."""
@@ -47,11 +47,11 @@ class StateReport:
 
 @dataclass(slots=True)
 class RankReport:
-    """What a rank reports about its optimizer before any data is gathered."""
+    """A rank's report about its optimizer before any data is gathered."""
 
     membership: Membership
     states: dict[str, dict[str, StateReport]] = field(default_factory=dict)
-    """By keys of entries and names of states, for parameters that wrappers manage."""
+    """States by keys of entries and names of states, for parameters that wrappers manage."""
     plain: set[str] = field(default_factory=set)
     """Keys of plain parameters that have state."""
     keeps: bool = True
@@ -59,7 +59,7 @@ class RankReport:
     unknown_params: list[str] = field(default_factory=list)
     """Parameters of the optimizer that the model does not have."""
     malformed: list[str] = field(default_factory=list)
-    """Why the given state dict is none."""
+    """Reasons why the given state dict is none."""
     unknown_keys: list[str] = field(default_factory=list)
     """Keys of the given state dict that mean no parameter."""
     undividable: list[str] = field(default_factory=list)
@@ -71,13 +71,13 @@ class PlannedStates:
     """The states of one parameter, from the reports of all ranks."""
 
     elements: dict[str, torch.dtype] = field(default_factory=dict)
-    """By name of state: elements to gather, of this dtype."""
+    """Elements to gather, of this dtype, by name of state."""
     values: dict[str, Any] = field(default_factory=dict)
-    """By name of state: values, the same on all ranks."""
+    """Values, the same on all ranks, by name of state."""
 
 
 def report_of(states: Mapping[Entry, State], membership: Membership) -> RankReport:
-    """Return what this rank reports about the states of its optimizer."""
+    """Return this rank's report about the states of its optimizer."""
     report = RankReport(membership)
     for entry, state in states.items():
         if entry.group is None:
@@ -125,7 +125,7 @@ def _described(value: Any) -> str:
 def plan_states(
     model_params: ModelParams, own: RankReport, process_groups: Sequence[ProcessGroup]
 ) -> tuple[dict[str, PlannedStates], Agreement]:
-    """Return what to gather by keys of entries, and what ranks agree on; the same on all ranks. Collective."""
+    """Return the states to gather by keys of entries, as ranks agree on them; the same on all ranks. Collective."""
     reports = collectives.values_by_rank(own, process_groups, tag("optimizer state dict"))
     _refuse_unreadable([*reports.values()])
     agreement = Agreement(

@@ -51,7 +51,7 @@ from fullshard.storage.buffers import in_memory_order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How an optimizer's state dict is made."""
+    """Options of an optimizer's state dict."""
 
     sharded: bool = False
     """Whether elements become sharded tensors; otherwise they are full on each rank."""
