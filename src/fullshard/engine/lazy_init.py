@@ -74,7 +74,7 @@ def lazy_init(state: FSDPState) -> Step:
         found.step = step
         found.set_name(name or "root", ", ".join(in_common.get(found, ())) or "root")
     model.connect(context)
-    if torch_border.the_virtual_device() is None:  # a plan says it itself
+    if not torch_border.device_for(state.device).is_planned:  # a plan says it itself
         warn_of_padding(states.items())
     fused_linear.install(step)
     process_hooks.install()

@@ -96,7 +96,8 @@ class FSDPCommContext:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.asynchronous = torch_border.has_streams(device)
+        self._device = torch_border.device_for(device)
+        self.asynchronous = self._device.has_streams
         _CONTEXTS.add(self)
         self.max_reductions = 1
         """How many reduce inputs may be in flight; before one more, compute waits for the oldest."""
@@ -142,13 +143,13 @@ class FSDPCommContext:
     def _stream(self, name: str, *, priority: int) -> Any:
         if not self.asynchronous:
             return _HOST_STREAM
-        return torch_border.new_stream(self.device, priority=priority, name=name)
+        return self._device.new_stream(priority=priority, name=name)
 
     def new_event(self) -> Event:
         """Return an event that may be recorded and waited for any number of times."""
         if not self.asynchronous:
             return torch.cpu.Event()
-        event: Event = torch_border.new_event(self.device)
+        event: Event = self._device.new_event()
         self._events.add(event)
         return event
 
@@ -182,7 +183,7 @@ class FSDPCommContext:
 
     def fork_and_join(self) -> None:
         """Order all streams after the current one, and that one after them: in a capture, they are part of it then."""
-        current = torch_border.current_stream(self.device)
+        current = self._device.current_stream()
         for stream in (self.all_gather, self.reduce_scatter, self.all_reduce):
             stream.wait_stream(current)
             current.wait_stream(stream)
@@ -193,7 +194,7 @@ class FSDPCommContext:
             return
         self.in_capture = True
         if self.replay_end is None:
-            self.replay_end = torch_border.new_event(self.device)
+            self.replay_end = self._device.new_event()
         self.replay_end.record()
 
     def gathers_wait_for(self, event: Any = None) -> None:

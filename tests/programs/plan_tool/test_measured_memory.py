@@ -18,13 +18,13 @@ from torch import nn
 
 from benchmarks.contestants import BUILDERS, Contestant, Setting
 from benchmarks.transformer import PRESETS, local_tensor
-from fullshard import torch_border
 from fullshard.engine import backward_passes
 from fullshard.programs.plan_tool.allocator import CachingAllocator
 from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.program import Allocate, Collective, Entry, Free, Launch
 from fullshard.programs.plan_tool.recording import Recorder
 from fullshard.virtual.device import META
+from fullshard.virtual.groups import virtual_process_group
 from fullshard.virtual.without_values import without_values
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "memory-h200.json"
@@ -38,7 +38,7 @@ def build(name: str, setting: Setting) -> nn.Module:
 def entries_of(name: str, setting: Setting) -> tuple[list[Entry], int]:
     """Return what two steps do, after a first one, and where they begin."""
     recorder = Recorder()
-    group = torch_border.virtual_process_group(setting.world, recorder.device)
+    group = virtual_process_group(setting.world, recorder.device)
     with recorder.recording(), group, without_values():
         contestant = Contestant(name, build(name, setting), setting)
         recorder.phase = "between"
