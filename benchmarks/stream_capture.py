@@ -11,7 +11,7 @@ from fullshard.virtual.observer import COMPUTE
 
 __all__ = ["CapturedStep", "faults_of_capture"]
 
-_ASKING = ("transport.streams", "engine.group_all_gathers", "engine.captures")
+_ASKING = ("transport.streams", "engine.routes", "engine.captures")
 """Modules that ask whether the current stream is being captured."""
 
 

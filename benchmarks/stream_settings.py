@@ -408,6 +408,25 @@ def optimizer_event(check: StreamCheck) -> None:
         optimizer.zero_grad()
 
 
+@setting("shards written on a stream of their own, gathers not before")
+def written_aside(check: StreamCheck) -> None:
+    """Write shards on a stream that compute never waits for; each group's next gather does."""
+    model = sharded(decoder(), mp_policy=BF16)
+    stream, event = torch_border.new_stream(META, priority=0), torch_border.new_event(META)
+    states: Any = [state_of(module) for module in (*model.blocks, model)]
+    for _ in range(STEPS):
+        model(tokens()).backward()
+        stream.wait_stream(torch_border.current_stream(META))
+        with stream, torch.no_grad():
+            for param in model.parameters():
+                param.to_local().mul_(0.5)
+            event.record()
+        for state in states:
+            for group in state.groups:
+                group.not_before(event)
+        model.zero_grad()
+
+
 @setting("an optimizer in backward")
 def in_backward(check: StreamCheck) -> None:
     """Step in hooks of parameters, while backward goes on."""
@@ -488,7 +507,7 @@ def with_comms(gather: Any, scatter: Any, **options: Any) -> None:
         for group in states[module].groups:
             group.set_custom_all_gather(gather)
             if scatter is not None:
-                group.change_reduction(custom=scatter)
+                group.set_custom_reduce_scatter(scatter)
     train(model, microbatches=2)
 
 

@@ -91,8 +91,8 @@ def _events(
 
 def _events_of(group: Any) -> set[int]:
     """Return the numbers of the events of a group, and of the one that gathers wait for."""
-    reduced = group.reducer._reduced_group.events
-    found = (group._gathered_event, group._released_event, group.context._written)
+    reduced = group.reduction.events
+    found = (group.gather._gathered, group.gather._released, group.context._written)
     return {each.number for each in (*found, reduced.ready, reduced.input_read)}
 
 

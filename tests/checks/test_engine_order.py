@@ -39,6 +39,7 @@ MUTATED = (
     "comm objects that keep memory, 2 replicas",
     "an asynchronous comm object",
     "an all-reduce hook on a stream of its own",
+    "shards written on a stream of their own, gathers not before",
     "muon, 2 replicas, clipping, EMA",
     "adamw over replicas, 2 replicas, clipping, EMA",
     "fused gradients, 2 replicas, recomputation none",

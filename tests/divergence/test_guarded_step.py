@@ -25,7 +25,7 @@ from fullshard import (
 from fullshard.divergence.journal import POSITION, journal_of, tag
 from fullshard.divergence.meetings import meet
 from fullshard.divergence.step_guard import StepFailure, StepGuard
-from fullshard.engine.reduce_scatter import ReduceScatterState
+from fullshard.engine.reduction import Reduction
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import named_states
 from fullshard.mesh.backends import backend_named
@@ -73,7 +73,7 @@ class Trap:
             for owner, name in (
                 (Buffer, "allocate"),
                 (JoinedGather, "__init__"),
-                (ReduceScatterState, "_prepare"),
+                (Reduction, "_prepare"),
             ):
                 patch.setattr(owner, name, self._counted(getattr(owner, name)))
             yield
@@ -194,10 +194,10 @@ def assert_between_steps(model: nn.Module) -> None:
     for state in named_states(model):
         assert state.step is None or not (state.step.busy or state.step.context.reduce_inputs)
         for group in state.groups:
-            buffer = group.reducer._buffer
+            buffer = group.reduction._buffer
             assert group.sharded_state is ShardedState.SHARDED
             assert group.held_bytes == 0
-            assert not group.reducer.unreduced.held
+            assert not group.reduction.unreduced.held
             assert buffer is None or not buffer.allocated
 
 

@@ -89,7 +89,7 @@ def train(api: str, name: str, before: bool, backwards: int) -> dict[str, Tensor
     found = [model[0].weight.grad.dtype, model[0].bias.grad.dtype]
     if api == FULLSHARD:
         (group,) = state_of(model[0]).groups  # type: ignore[union-attr]
-        assert group.reducer.reduce_dtypes == expected[0 if FOLLOWS else 1]
+        assert group.reduction.dtypes.reduce == expected[0 if FOLLOWS else 1]
         assert found == expected[2 if FOLLOWS else 3]
     assert found == [param.grad.to_local().dtype for param in model[0].parameters()]
     return gradients(model)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fullshard import fully_shard
+from fullshard.engine.gather import Gather
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.sharded_state import TRANSITIONS, ShardedState
 from fullshard.storage.shard_storage import ShardStorage
@@ -139,9 +140,8 @@ def test_a_gather_nobody_used_is_waited_for_before_its_memory_is_given_back() ->
         group = make_group(nn.Linear(4, 6))
         group.unshard()
         waited: list[bool] = []
-        in_flight = group._in_flight
-        assert in_flight is not None and in_flight.work is not None
-        group._in_flight = in_flight._replace(work=Told(waited))  # type: ignore[arg-type]
+        assert group.gather.unfinished and group.gather.work is not None
+        group.gather.work = Told(waited)  # type: ignore[assignment]
         group.reshard()
         assert waited == [True] and group.held_bytes == 0
 
@@ -206,9 +206,9 @@ def test_gathers_wait_for_shards_that_were_packed_anew(monkeypatch: pytest.Monke
 
         noting(FSDPCommContext, "gathers_wait_for")
         noting(ShardStorage, "adopt")
-        noting(FSDPParamGroup, "_issue_gather")
+        noting(Gather, "start")
         state = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(state, assign=True)
         model(torch.ones(2, 4))
     packed = len(calls) - 1 - calls[::-1].index("adopt")
-    assert "gathers_wait_for" in calls[packed : calls.index("_issue_gather", packed)]
+    assert "gathers_wait_for" in calls[packed : calls.index("start", packed)]

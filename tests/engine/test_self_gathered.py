@@ -318,8 +318,8 @@ def memory_and_state_dicts() -> None:
     model(mine(batch_of(0))).backward()
     for state in fully_shard.state(model).step.states:
         for group in state.groups:
-            unbuffered = group.all_gathers.unbuffered
-            for member in unbuffered.members if unbuffered else ():
+            beside = group.routes.beside
+            for member in beside.members if beside else ():
                 tensors = (*member._outputs, *member._inner)
                 assert tensors and not any(t.untyped_storage().nbytes() for t in tensors)
     state_dict = {name: value.clone() for name, value in model.state_dict().items()}

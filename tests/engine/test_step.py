@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import fully_shard
-from fullshard.engine.gradient_reducer import GradientReducer
 from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.reduction import Reduction
 from fullshard.engine.sharded_state import Retention, ShardedState
 from fullshard.engine.state import FSDPState, state_of
 from fullshard.engine.step import Step
@@ -59,7 +59,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return group.name.rpartition(".")[2]
 
     unshard, wait = FSDPParamGroup.unshard, FSDPParamGroup.wait
-    reshard, reduce = FSDPParamGroup.reshard, GradientReducer.reduce
+    reshard, reduce = FSDPParamGroup.reshard, Reduction.reduce
 
     def noting_unshard(self: FSDPParamGroup, **options: bool) -> bool:
         issued = unshard(self, **options)
@@ -77,14 +77,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             events.append(f"release {name(self)}")
         reshard(self)
 
-    def noting_reduce(self: GradientReducer, **options: bool) -> None:
+    def noting_reduce(self: Reduction, **options: bool) -> None:
         events.append("reduce")
         reduce(self, **options)
 
     monkeypatch.setattr(FSDPParamGroup, "unshard", noting_unshard)
     monkeypatch.setattr(FSDPParamGroup, "wait", noting_wait)
     monkeypatch.setattr(FSDPParamGroup, "reshard", noting_reshard)
-    monkeypatch.setattr(GradientReducer, "reduce", noting_reduce)
+    monkeypatch.setattr(Reduction, "reduce", noting_reduce)
     with fake_world(2):
         yield events
 

@@ -436,7 +436,7 @@ def test_programs_are_told_whose_batches_count_in_every_epoch(world: Any) -> Non
 
 
 def settings_of(model: nn.Module) -> list[Any]:
-    return [group.reducer.settings for state in named_states(model) for group in state.groups]
+    return [group.reduction.settings for state in named_states(model) for group in state.groups]
 
 
 def leave_in_several_ways() -> None:

@@ -510,7 +510,7 @@ def inputs_in_flight(limit: int) -> int:
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal most
-        buffers = [group.reducer._buffer for group in groups]
+        buffers = [group.reduction._buffer for group in groups]
         most = max(most, sum(buffer is not None and buffer.allocated for buffer in buffers))
         return reduce(*args, **kwargs)
 
@@ -534,7 +534,7 @@ def reductions_use_their_own_group() -> bool:
     model = shard(make_decoder(), FULLSHARD, Run())
     model.set_separate_reduce_scatter_group()
     groups = {
-        state_of(module).groups[0].reducer.settings.process_group for module in all_modules(model)
+        state_of(module).groups[0].reduction.settings.process_group for module in all_modules(model)
     }
     shared = state_of(model).groups[0].mesh_info.shard_process_group
     (own,) = groups
@@ -582,7 +582,7 @@ def test_the_old_name_of_the_divide_factor_warns() -> None:
         layer: Any = fully_shard(nn.Linear(2, 2))
         with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
             layer.set_reduce_scatter_divide_factor(4.0)
-        assert state_of(layer).groups[0].reducer.settings.divide_by == 4.0
+        assert state_of(layer).groups[0].reduction.settings.divide_by == 4.0
 
 
 def test_every_method_of_torch_s_fsdp_module_is_there() -> None:

@@ -916,7 +916,7 @@ def test_a_deleted_model_leaves_nothing_behind() -> None:
         loss = model(tokens_for(0, 2))
         loss.backward()
         state = weakref.ref(state_of(model))
-        buffer = weakref.ref(state().groups[0].all_gathers.from_shards)
+        buffer = weakref.ref(state().groups[0].routes.from_shards)
         del model
         gc.collect()
         assert loss is not None  # its graph alone does not keep the model

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.engine import reduction
 from fullshard.storage.reduce_buffer import ReduceBuffer
 from tests.helpers.fake import fake_world
 
@@ -179,13 +180,13 @@ def test_written_gradients_are_not_copied(
     monkeypatch: pytest.MonkeyPatch, is_compiled: bool
 ) -> None:
     copied: list[int] = []
-    fill = ReduceBuffer.fill
+    fill = reduction.fill
 
-    def count(buffer: ReduceBuffer, gradients: Any, *args: Any, **options: Any) -> Any:
+    def count(buffer: ReduceBuffer, gradients: Any, *args: Any) -> None:
         copied.extend(gradient.ndim for gradient in gradients.values())
-        return fill(buffer, gradients, *args, **options)
+        fill(buffer, gradients, *args)
 
-    monkeypatch.setattr(ReduceBuffer, "fill", count)
+    monkeypatch.setattr(reduction, "fill", count)
     with fake_world(WORLD):
         gradients(make_model(True, is_compiled=is_compiled), batches(1))
     # The biases. A compiled layer whose input needs no gradient gives autograd its weight's.

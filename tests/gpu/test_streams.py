@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard.layout.segments
 from examples.int8_gather import Int8Gathered, gather_linear_weights_as_int8
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, replicate
+from fullshard.engine import reduction
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.reduce_scatter import ReduceEvents, ReduceScatterState
-from fullshard.storage.reduce_buffer import ReduceBuffer
+from fullshard.engine.reduction import ReduceEvents, Reduction, ReductionInFlight
 from fullshard.transport import collectives
 from fullshard.transport.streams import FSDPCommContext
 from fullshard.transport.transports import Coalesced, Exchanged
@@ -142,7 +142,7 @@ def disturbed(seed: int) -> Iterator[random.Random]:
         ):
             patch.setattr(transport, name, around(getattr(transport, name)))
         # On the compute stream, or in a captured step on the reduce-scatter stream.
-        patch.setattr(ReduceBuffer, "copy_in", around(ReduceBuffer.copy_in))
+        patch.setattr(reduction, "fill", around(reduction.fill))
         handles = [
             nn.modules.module.register_module_forward_pre_hook(on_compute),
             nn.modules.module.register_module_forward_hook(on_compute),
@@ -308,15 +308,19 @@ def forget_releases(context: FSDPCommContext) -> None:
     context.releases.clear()
 
 
-def finish_input_at_once(reduction: ReduceScatterState) -> None:
-    reduction._buffer.release()
-    for bucket in reduction._buckets:
-        bucket.release_input()
+def finish_input_at_once(flight: ReductionInFlight) -> None:
+    flight.buffer.release()
+    forget_memory(flight)
+
+
+def forget_memory(flight: ReductionInFlight) -> None:
+    for part in flight.parts:
+        part.inputs = part.outputs = part.totals = part.lent = ()
 
 
 def wait_not_for_gather(group: FSDPParamGroup) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "_gathered_event", HostEvent(), raising=False)
+        patch.setattr(group.gather, "_gathered", HostEvent(), raising=False)
         original_wait_for_gather(group)
 
 
@@ -344,7 +348,7 @@ SABOTAGE = {
         "gathers_wait_for",
         nothing,
     ),
-    "reduce inputs are freed at once": (ReduceScatterState, "finish_input", finish_input_at_once),
+    "reduce inputs are freed at once": (ReductionInFlight, "finish_input", finish_input_at_once),
     "reductions do not wait for compute": (ReduceEvents, "new", events_not_ready),
     "the optimizer does not wait for reductions": (FSDPCommContext, "join", nothing),
 }
@@ -368,13 +372,15 @@ def test_a_missing_wait_is_seen(
     pytest.fail("no seed showed a difference")
 
 
-original_issue = ReduceScatterState.issue
+original_reduce = Reduction.reduce
 
 
-def forget_received(reduction: ReduceScatterState, span: Any) -> None:
-    original_issue(reduction, span)
-    for bucket in reduction._buckets:
-        bucket.outputs = bucket.sums = ()
+def forget_received(group: Reduction, **options: bool) -> None:
+    original_reduce(group, **options)
+    if group.context.reduce_inputs:
+        latest: Any = group.context.reduce_inputs[-1]
+        for part in latest.parts:
+            part.outputs = part.totals = part.lent = ()
 
 
 def test_received_gradients_that_are_given_back_at_once_are_seen(
@@ -382,7 +388,7 @@ def test_received_gradients_that_are_given_back_at_once_are_seen(
 ) -> None:
     with fake_world(4):
         expected = train(make_model(wire=True))
-        monkeypatch.setattr(ReduceScatterState, "issue", forget_received)
+        monkeypatch.setattr(Reduction, "reduce", forget_received)
         for seed in range(20):
             with disturbed(seed) as rng:
                 result = train(make_model(wire=True), rng)

@@ -354,7 +354,7 @@ engine/root_model.py::RootModel._check_tree
 features/skipped_forward.py::skip_forward
     within a transform | promises/test_skipped_forward::test_wrong_skips_are_refused_before_a_collective | promises/test_transforms::test_modules_may_be_gathered_by_hand_within_a_transform
     so the argument must | promises/test_skipped_forward::test_wrong_skips_are_refused_before_a_collective | promises/test_skipped_forward::test_what_is_skipped_returns_what_it_is_given
-engine/all_gather_extensions.py::agree_on_sizes
+engine/extension_codec.py::agree_on_sizes
     same size on every rank | engine/test_self_gathered::test_ranks_that_send_different_sizes_are_refused_on_all_of_them | engine/test_self_gathered::test_uneven_shards_are_padded
 transport/comm_objects.py::SymmetricPool._new_block
     must be registered | transport/test_comm_memory::test_symmetric_memory_that_cannot_be_registered_says_so | transport/test_comm_memory::test_symmetric_memory_is_made_once_and_shared_by_all_groups
@@ -366,7 +366,7 @@ transport/comm_objects.py::choose_symmetric_memory
 transport/collectives.py::check_exchanges
     nothing is sharded here | promises/test_wire::test_what_makes_no_sense_is_refused_on_all_ranks | promises/test_wire::test_one_rank_takes_the_options_of_many
     exchanges memory on | promises/test_wire::test_gloo_does_not_exchange_memory_of_accelerators | promises/test_wire::test_gradients_are_summed_by_the_receiver
-engine/group_all_gathers.py::GroupAllGathers.late_extensions
+engine/routes.py::Routes.late_extensions
     keeps plain tensors | storage/test_subclasses::test_parts_of_them_cannot_be_kept_and_wrappers_do_not_flatten_them | storage/test_subclasses::test_shards_end_as_with_torch
 divergence/meetings.py::_agree
     same number of microbatches | divergence/test_meetings::test_ranks_that_call_different_collectives_raise_the_same_error_and_can_go_on | promises/test_skipped_forward::test_towers_of_all_shapes_train_as_in_one_process

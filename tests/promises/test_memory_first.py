@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import fully_shard
-from fullshard.engine.gradient_reducer import GradientReducer
 from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.reduction import Reduction
 from tests.helpers.fake import fake_world
 
 
@@ -43,7 +43,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(cls, verb, call)
 
-    logged(GradientReducer, "reduce", lambda reducer: reducer._group())
+    logged(Reduction, "reduce", lambda reduction: reduction._group())
     logged(FSDPParamGroup, "wait", lambda group: group)
     return events
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fullshard import fully_shard
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.reduce_scatter import ReduceScatterState
+from fullshard.transport.streams import FSDPCommContext
 
 WIDTH = 8
 
@@ -132,7 +132,11 @@ PROGRAMS = [
 def recorded(program: Callable[[], None]) -> list[str]:
     """Run a program, and return its gathers, reductions and all-reduces, those of the user, too."""
     events: list[str] = []
-    unshard, issue, all_reduce = FSDPParamGroup.unshard, ReduceScatterState.issue, dist.all_reduce
+    unshard, note, all_reduce = (
+        FSDPParamGroup.unshard,
+        FSDPCommContext.note_reduction,
+        dist.all_reduce,
+    )
 
     def noting_unshard(self: FSDPParamGroup, **options: Any) -> bool:
         issued = unshard(self, **options)
@@ -140,9 +144,9 @@ def recorded(program: Callable[[], None]) -> list[str]:
             events.append(f"gather {self.name}")
         return issued
 
-    def noting_issue(self: ReduceScatterState, span: Any) -> None:
-        events.append(f"reduce {self._buffer.nbytes} bytes")
-        issue(self, span)
+    def noting_reduction(self: FSDPCommContext, reduction: Any) -> None:
+        events.append(f"reduce {reduction.buffer.nbytes} bytes")
+        note(self, reduction)
 
     def noting_all_reduce(*args: Any, **options: Any) -> Any:
         events.append("all-reduce")
@@ -150,7 +154,7 @@ def recorded(program: Callable[[], None]) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FSDPParamGroup, "unshard", noting_unshard)
-        patch.setattr(ReduceScatterState, "issue", noting_issue)
+        patch.setattr(FSDPCommContext, "note_reduction", noting_reduction)
         patch.setattr(dist, "all_reduce", noting_all_reduce)
         program()
     return events

@@ -76,17 +76,17 @@ def wrapped() -> Any:
 def segments_apart() -> Any:
     """Messages that lie as on accelerators."""
     model = sharded()
-    reducer: Any = state_of(model).groups[0].reducer
-    reducer._new_buffer = functools.partial(reduce_buffer_of_an_accelerator, reducer)
+    reduction: Any = state_of(model).groups[0].reduction
+    reduction._new_buffer = functools.partial(reduce_buffer_of_an_accelerator, reduction)
     return model
 
 
-def reduce_buffer_of_an_accelerator(reducer: Any, *args: Any) -> Any:
-    reducer._device = torch.device("meta")
+def reduce_buffer_of_an_accelerator(reduction: Any, *args: Any) -> Any:
+    reduction._device = torch.device("meta")
     try:
-        return type(reducer)._new_buffer(reducer, *args)
+        return type(reduction)._new_buffer(reduction, *args)
     finally:
-        reducer._device = CPU
+        reduction._device = CPU
 
 
 MODELS: dict[str, Callable[[], Any]] = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -26,11 +27,10 @@ from fullshard.layout.segments import (
 from fullshard.storage.buffers import (
     Buffer,
     GatherBuffer,
-    Indices,
     ShardBuffer,
-    _Rearrangement,
     rank_chunks,
 )
+from fullshard.storage.copy_out import CELL, CELL_DTYPE, Indices
 from tests.helpers.compare import assert_equal
 
 CPU = torch.device("cpu")
@@ -438,8 +438,8 @@ def test_packed_there_is_one_message_and_nothing_of_it_in_the_gathered_memory() 
     buffer = GatherBuffer(MIXED.layout, 0, MIXED.dtypes, CPU, packed=True)
     buffer.allocate_params()
     (output,), (own,) = buffer.outputs, buffer.inputs
-    assert own.numel() == buffer.packed_nbytes
-    assert output.numel() == 3 * buffer.packed_nbytes
+    assert own.numel() == buffer.message_nbytes
+    assert output.numel() == 3 * buffer.message_nbytes
     assert not any(contains(buffer, t) for t in [output, own, *buffer.own_shard.segments])
 
 
@@ -491,32 +491,33 @@ def test_an_index_brings_gathered_rows_to_the_parameters(dtype: torch.dtype) -> 
     # The second parameter ends within an aligned block, so something lies behind it.
     group = per_row(((24, 4), 0, dtype), ((24,), 0, dtype), ((6, 16), 0, dtype), world=3)
     buffers, wholes = gather_buffers(group, packed=True), full_params(group)
-    rows = torch.zeros(3, buffers[0].packed_nbytes, dtype=torch.uint8)
+    rows = torch.zeros(3, buffers[0].message_nbytes, dtype=torch.uint8)
     for buffer, shard in zip(buffers, sharded(group, wholes), strict=True):
         shard.flat_shard.copy_into(buffer.shard_in(rows))
-    indices, rearrangements = Indices(), []
+    indices, copies = Indices(), []
     for buffer in buffers:
         buffer.allocate_params()
-        rearrangement = buffer._rearrangement(rows, indices)
-        assert rearrangement is not None
-        rearrangement()
-        rearrangements.append(rearrangement)
+        full = buffer.full.view(CELL_DTYPE, 0, (buffer.nbytes // CELL,))
+        buffer._cells = rows.view(CELL_DTYPE).view(-1), full
+        buffer.change_indices(indices)
+        assert isinstance(buffer._copy, partial) and buffer._copy.func is torch.index_select
+        buffer._copy()
+        copies.append(buffer._copy)
         assert_equal(buffer.params, wholes)
-    assert len({id(each._index) for each in rearrangements}) == 1, "those that are alike share one"
-    buffer, before = buffers[0], rearrangements[0]
-    buffer._split, others = before, Indices()
+    assert len({id(each.args[2]) for each in copies}) == 1, "those that are alike share one"
+    buffer, others = buffers[0], Indices()
     buffer.change_indices(others)
-    assert isinstance(buffer._split, _Rearrangement)
-    assert buffer._split._index is next(iter(others.values()))
-    assert_equal(buffer._split._index, before._index)
+    assert isinstance(buffer._copy, partial)
+    assert buffer._copy.args[2] is next(iter(others.values()))
+    assert_equal(buffer._copy.args[2], copies[0].args[2])
     buffer.change_indices(None)
-    assert buffer._split is None, "it is distributed in the other way"
+    assert buffer._copy is buffer._in_pieces, "it is distributed in the other way"
 
 
 @every_group
 def test_a_message_can_be_gathered_in_memory_of_somebody_else(group: Group) -> None:
     buffers, wholes = gather_buffers(group, packed=True), full_params(group)
-    rows = torch.zeros(group.layout.world, buffers[0].packed_nbytes, dtype=torch.uint8)
+    rows = torch.zeros(group.layout.world, buffers[0].message_nbytes, dtype=torch.uint8)
     for buffer, shard in zip(buffers, sharded(group, wholes), strict=True):
         shard.flat_shard.copy_into(buffer.shard_in(rows))
     for buffer in buffers:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from fullshard.engine.reduction import fill as laid_into, take_memory
 from fullshard.layout.segments import ALIGNMENT, ROW_ALIGNMENT, Division
 from fullshard.storage.reduce_buffer import OutputView, ReduceBucket, ReduceBuffer
 from tests.helpers.compare import assert_equal
@@ -63,7 +64,7 @@ def reduce_buffers(
         storage = memory_of(buffer)
         if storage.nbytes():
             torch.tensor([], dtype=torch.uint8).set_(storage).fill_(RUBBISH)
-        buffer.allocate()
+        take_memory(buffer)
         buffers.append(buffer)
     return buffers
 
@@ -81,7 +82,7 @@ def message(buffer: ReduceBuffer) -> Tensor:
 
 def fill(buffer: ReduceBuffer, gradients: dict[int, Tensor]) -> None:
     if gradients:
-        buffer.fill(gradients)
+        laid_into(buffer, gradients, (), buffer.buckets(frozenset(gradients)))
 
 
 def inputs_of(bucket: ReduceBucket) -> tuple[Tensor, ...]:
@@ -277,7 +278,7 @@ def test_per_row_a_parameter_without_gradient_does_not_travel() -> None:
     (bucket,) = buffer.buckets(frozenset([0, 2]))
     assert bucket.params == (0, 2)
     assert len(bucket.inputs) == len(bucket.ranges) == 2
-    assert bucket.unfilled == ()
+    assert not bucket.unfilled
     assert buffer.buckets(frozenset()) == ()
 
 
@@ -303,7 +304,7 @@ def test_what_was_accumulated_is_sent_in_another_dtype(group: Group, rank_major:
     for sent in narrow:
         fill(sent, {param: gradients[param].to(DOUBLE) for param in params})
     buckets = narrow[0].buckets(frozenset(params))
-    assert all(bucket.exchanged and bucket.reduce_dtype is DOUBLE for bucket in buckets)
+    assert all(bucket.reduce_dtype is DOUBLE for bucket in buckets)
     assert all(tensor.dtype is HALF for bucket in buckets for tensor in bucket.inputs)
     for rank, local in enumerate(reduce_scatter(narrow, frozenset(params))):
         for param in params:
@@ -339,7 +340,7 @@ def test_flat_a_frozen_parameter_is_padding() -> None:
     assert sorted(buffer.targets) == [0, 2]
     assert message(buffer).tolist() == [1.0] * 12 + [0.0] * 3 + [1.0] * 4 + [0.0]
     (bucket,) = buffer.buckets(frozenset([0, 2]))
-    assert bucket.unfilled == ()
+    assert not bucket.unfilled
 
 
 def test_segments_without_trainable_parameters_have_no_memory() -> None:

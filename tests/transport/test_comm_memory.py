@@ -212,13 +212,13 @@ def only_gathers_without_sums() -> None:
         model = shard(make_decoder(), FULLSHARD, Run())
         symmetric_memory(model)
         for group in groups_of(model):
-            assert isinstance(group.all_gathers.custom, comm_objects.SymmetricAllGather)
-            assert group.reducer.settings.custom is None
-        before = groups_of(model)[0].all_gathers.custom
+            assert isinstance(group.routes.custom, comm_objects.SymmetricAllGather)
+            assert group.reduction.settings.custom is None
+        before = groups_of(model)[0].routes.custom
         symmetric_memory_for_reductions_too(model)  # a second call adds what is now possible
         for group in groups_of(model):
-            assert isinstance(group.reducer.settings.custom, comm_objects.SymmetricReduceScatter)
-        assert groups_of(model)[0].all_gathers.custom is before
+            assert isinstance(group.reduction.settings.custom, comm_objects.SymmetricReduceScatter)
+        assert groups_of(model)[0].routes.custom is before
 
 
 def test_reductions_are_symmetric_only_if_they_sum(world) -> None:
@@ -254,7 +254,10 @@ def reductions_on_a_group_of_their_own(setter: Callable[[Any], None], before: bo
         if not before:
             model.set_separate_reduce_scatter_group()
         group = groups_of(model)[0]
-        gathers, reduces = group.mesh_info.shard_process_group, group.reducer.settings.process_group
+        gathers, reduces = (
+            group.mesh_info.shard_process_group,
+            group.reduction.settings.process_group,
+        )
         model(mine(batch_of(0))).backward()
         reference(batch_of(0)).backward()
         assert_close(gradients(model), gradients(reference), rtol=1e-5, atol=1e-6)
@@ -297,7 +300,7 @@ def test_nothing_is_to_be_turned_off_by_default() -> None:
     with fake_world(2):
         layer: Any = fully_shard(nn.Linear(2, 2))
         layer.set_allocate_memory_from_process_group_for_comm(False)
-        assert state_of(layer).groups[0].all_gathers.custom is None
+        assert state_of(layer).groups[0].routes.custom is None
 
 
 def test_a_torch_without_symmetric_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,10 +367,10 @@ def test_what_excludes_each_other_is_refused_in_either_order(
         for name in first:
             CALLS[name](layer)
         (group,) = state_of(layer).groups
-        before = group.all_gathers.custom, group.reducer.settings
+        before = group.routes.custom, group.reduction.settings
         with pytest.raises(ConfigurationError, match=words):
             CALLS[then](layer)
-        assert (group.all_gathers.custom, group.reducer.settings) == before
+        assert (group.routes.custom, group.reduction.settings) == before
 
 
 ALLOWED = [

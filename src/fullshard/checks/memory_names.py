@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.engine import known_groups
-from fullshard.engine.all_gather import GroupAllGather
 from fullshard.engine.param_group import FSDPParamGroup
 
 
@@ -22,10 +21,10 @@ def named_storages() -> Iterator[tuple[int, str]]:
 
 def _storages_of(group: FSDPParamGroup) -> Iterator[tuple[UntypedStorage, str]]:
     name = group.name or "the root"
-    from_shards = group.all_gathers.from_shards
-    if isinstance(from_shards, GroupAllGather):
-        yield from_shards.buffer.full.storage, f"the gather buffer of {name}"
-    for buffer in group.reducer.reduce_buffers():
+    route = group.routes.from_shards
+    if route is not None and route.codec.full is not None:
+        yield route.codec.full.storage, f"the gather buffer of {name}"
+    for buffer in group.reduction.buffers():
         yield buffer.storage, f"the reduce buffer of {name}"
     for each in group.sharded_params:
         yield _storage_of(each.param), f"the shards of {name}"

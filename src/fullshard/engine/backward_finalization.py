@@ -97,7 +97,7 @@ def finalize(state: FSDPState, async_op: bool) -> GradientReductionHandle | None
                 if each.options.requires_gradient_sync
                 and (
                     each in step.postponed
-                    or any(group.reducer.unreduced.partial for group in each.groups)
+                    or any(group.reduction.unreduced.partial for group in each.groups)
                 )
             ]
         )

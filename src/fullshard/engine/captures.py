@@ -95,12 +95,12 @@ def obstacles_to_capture(groups: Iterable[FSDPParamGroup]) -> list[str]:
     """Return what cannot be captured, each with the reason."""
     found: dict[str, None] = {}
     for group in groups:
-        if group.all_gathers.uploads:
+        if group.routes.uploads:
             found[
                 f"{group.name}: its shards are in host memory (CPU offload), and the host waits for them"
             ] = None
         info = group.mesh_info
-        settings = group.reducer.settings
+        settings = group.reduction.settings
         for process_group in (
             info.shard_peers,
             info.replicate_process_group,
@@ -113,7 +113,7 @@ def obstacles_to_capture(groups: Iterable[FSDPParamGroup]) -> list[str]:
                 found[
                     f"{group.name}: its collectives run on {backend.name}, and the host waits for them"
                 ] = None
-        for comm in (group.all_gathers.custom, settings.custom):
+        for comm in (group.routes.custom, settings.custom):
             if comm is not None and not comm.capturable:
                 found[
                     f"{group.name}: the comm object {type(comm).__name__} says that it cannot (capturable = False)"

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from fullshard.divergence.journal import tag
-from fullshard.engine.all_gather import all_gather_full
+from fullshard.divergence.journal import Tag, tag
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import ConfigurationError
+from fullshard.layout.segments import Layout
 from fullshard.storage.buffers import in_memory_order, shard_of
 from fullshard.storage.sharded_params import OrigParamShard, PlainShardedParam
 from fullshard.transport import collectives
@@ -107,6 +107,8 @@ def gather(group: FSDPParamGroup, pieces: Sequence[Tensor | None]) -> list[Tenso
 
     Collective.
     """
+    if group.observer is not None:
+        group.observer.gathered_aside(group)
     return all_gather_full(
         group.layout,
         [None if piece is None else piece.to(group.device) for piece in pieces],
@@ -205,7 +207,7 @@ def gather_gradients(group: FSDPParamGroup) -> list[Tensor | None]:
     pieces = [
         torch.zeros(
             segment.piece_numel,
-            dtype=group.reducer.gradient_dtypes[segment.params[0]],
+            dtype=group.reduction.dtypes.gradient[segment.params[0]],
             device=group.shard_device,
         )
         for segment in layout.segments
@@ -250,3 +252,38 @@ def restore_sharded_gradients(group: FSDPParamGroup, fulls: Sequence[Tensor | No
 
 def _orig_param_shards(group: FSDPParamGroup) -> list[OrigParamShard]:
     return [cast(OrigParamShard, param.sharded_param) for param in group.params]
+
+
+def all_gather_full(
+    layout: Layout, pieces: Sequence[Tensor | None], process_group: ProcessGroup | None, tag: Tag
+) -> list[Tensor | None]:
+    """Gather the ranks' pieces of each segment, and return per parameter what they make up.
+
+    The pieces are those of parameters, or of something shaped like them. Where all ranks give None, the parameters
+    of that segment are None. The result is in new memory of the current stream, which is ordered after the gather.
+    For layouts without `Division.CHUNKS`.
+    """
+    segments = [
+        None if piece is None else piece.new_empty(piece.numel() * layout.world) for piece in pieces
+    ]
+    pairs = [
+        (segment, piece)
+        for segment, piece in zip(segments, pieces, strict=True)
+        if segment is not None and piece is not None and piece.numel()
+    ]
+    if process_group is None:
+        for segment, piece in pairs:
+            segment.copy_(piece)
+    else:
+        work = collectives.all_gather(
+            [segment.view(torch.uint8) for segment, _ in pairs],
+            [piece.view(torch.uint8) for _, piece in pairs],
+            process_group,
+            tag,
+            async_op=False,
+        )
+        assert work is None, "not asynchronous"
+    return [
+        None if segment is None else segment.as_strided(slot.shape, slot.strides, slot.start)
+        for slot, segment in ((slot, segments[slot.segment]) for slot in layout.slots)
+    ]

@@ -4,14 +4,14 @@
     fused      product -> the weight's slot in the reduce buffer, in the reduce dtype
 
 The modules keep their class. `install` gives each `nn.Linear` that it is for a forward of its own (`forward`), which computes
-the same output, and whose backward asks the group's reducer for the place of the weight's gradient. In compiled modules an
+the same output, and whose backward asks the group's `Reduction` for the place of the weight's gradient. In compiled modules an
 operator does that (`compiled_linear`).
 A second product of the same weight in a backward, or in a later microbatch, is added there by the product itself. So are
 gradients of an input that several such layers read (`shared_inputs`).
 
 Backward returns no gradient for the weight. Autograd runs the parameter's hook nevertheless, when all nodes that use
 the weight are done. So arrivals are counted as they always are (`backward_hooks.gradient_arrived`), also for weights that are
-used twice, or by other operators, too. Those give the parameter an ordinary gradient, which the reducer adds to what is written.
+used twice, or by other operators, too. Those give the parameter an ordinary gradient, which the reduction adds to what is written.
 Gradients of a state are sent off when backward leaves it, if one of its hooks has run. If none has, the weights are used by an
 earlier call, to which backward will come; whatever is left is sent off at its end.
 
@@ -73,7 +73,7 @@ class FusedWeight:
         self, state: FSDPState, group: FSDPParamGroup, index: int, inputs: SharedInputs
     ) -> None:
         self._state = weakref.ref(state)
-        self._reducer = group.reducer
+        self._reduction = group.reduction
         self._param = group.params[index]
         self._index = index
         self._device = group.device
@@ -134,7 +134,7 @@ class FusedWeight:
         # A pass with named inputs leaves the gradients of all others alone.
         if param is None or (_PASSES_WITH_INPUTS and not torch_border.pass_accumulates(param)):
             return
-        self._reducer.give_ordinary(self._index, gradients.t().mm(inputs))
+        self._reduction.give_ordinary(self._index, gradients.t().mm(inputs))
 
     def write(self, gradients: Tensor, inputs: Tensor) -> bool:
         """Write the product of output gradients and inputs, (rows, features) each, as the weight's gradient.
@@ -158,7 +158,7 @@ class FusedWeight:
         if reached is None or reached.stream != torch_border.current_stream_id(self._device):
             return None
         reduced = state.options.requires_gradient_sync
-        return self._reducer.place_for_product(self._index, reduced=reduced)
+        return self._reduction.place_for_product(self._index, reduced=reduced)
 
 
 def _nothing() -> None:
@@ -263,7 +263,7 @@ def install(step: Step) -> None:
             continue
         for group in state.groups:
             if state is not step.root:
-                group.reducer.write_products()
+                group.reduction.write_products()
             for index, param in enumerate(group.params):
                 module = param.owners[0].module
                 if not isinstance(module, nn.Linear) or param.owners[0].name != WEIGHT:
@@ -322,6 +322,6 @@ def _reason(group: FSDPParamGroup, index: int) -> str:
         return "the forward of its module was replaced"
     if param.placement.unsharded_mesh is not None:
         return "it is tensor-parallel"
-    if not group.reducer.takes_product(index):
+    if not group.reduction.takes_product(index):
         return "it is not one piece in the reduce buffer: its shard dimension is not 0, its group is small and has a wire_dtype, or its memory is not in the order of its dimensions"
     return ""

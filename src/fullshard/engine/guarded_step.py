@@ -25,7 +25,7 @@ from fullshard.divergence.step_guard import StepFailure, StepGuard, step_failed
 from fullshard.engine import interruption
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.reduce_settings import ReduceSettings
+from fullshard.engine.reduction_settings import ReduceSettings
 from fullshard.engine.state import FSDPState, named_states, state_of
 from fullshard.errors import (
     ConfigurationError,
@@ -112,7 +112,7 @@ class _Options(NamedTuple):
             options.requires_gradient_sync,
             options.is_last_backward,
             options.reshard_after_backward,
-            tuple([group.reducer.settings for group in state.groups]),
+            tuple([group.reduction.settings for group in state.groups]),
         )
 
     def restore(self, state: FSDPState) -> None:
@@ -122,7 +122,7 @@ class _Options(NamedTuple):
         options.is_last_backward = self.is_last_backward
         options.reshard_after_backward = self.reshard_after_backward
         for group, settings in zip(state.groups, self.reductions, strict=True):
-            group.reducer.settings = settings
+            group.reduction.settings = settings
 
 
 class GuardedStep:
@@ -278,5 +278,5 @@ def _backends(
 
 def _post_forward(group: FSDPParamGroup) -> list[ProcessGroup]:
     """Return the process group over which a group is sharded after forward, if it is and one has been made."""
-    kept = group.all_gathers.post_forward
+    kept = group.routes.post_forward
     return [] if kept is None or kept.process_group is None else [kept.process_group]

@@ -38,4 +38,4 @@ def reset(step: Step, *, together: bool = False) -> None:
         for group in state.groups:
             group.drop_gather()
             group.reshard()
-            group.reducer.drop()
+            group.reduction.drop()

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.ownership import names_in_common
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.reduce_settings import ReduceSettings
+from fullshard.engine.reduction_settings import ReduceSettings
 from fullshard.engine.state import FSDPState
 from fullshard.errors import ConfigurationError
 from fullshard.layout.segments import Division
@@ -211,7 +211,7 @@ def _prefetch(states: Sequence[FSDPState] | None) -> str:
 
 
 def _section(group: FSDPParamGroup, name: str, mesh: str, param_names: Sequence[str]) -> Section:
-    post_forward = group.all_gathers.post_forward
+    post_forward = group.routes.post_forward
     section = {
         f"mesh of {name}": mesh,
         f"device of {name}": group.device.type,
@@ -219,12 +219,12 @@ def _section(group: FSDPParamGroup, name: str, mesh: str, param_names: Sequence[
         f"post-forward mesh size of {name}": str(
             group.layout.world if post_forward is None else post_forward.size
         ),
-        f"all-gather of {name}": _class_of(group.all_gathers.custom),
+        f"all-gather of {name}": _class_of(group.routes.custom),
         f"offload_policy of {name}": type(group.offload_policy).__name__,
     }
     for option, text in _policy(group.mp_policy):
         section[f"{option} of {name}"] = text
-    for option, text in _reduction(group.reducer.settings, group.mesh_info).items():
+    for option, text in _reduction(group.reduction.settings, group.mesh_info).items():
         section[f"{option} of {name}"] = text
     for param, slot, param_name in zip(group.params, group.layout.slots, param_names, strict=True):
         section[param_name] = str(param.shape)

@@ -8,8 +8,8 @@ it back. Its verbs stand in the order in which one step uses them:
     use_sharded_params   the sharded parameters are back on their modules, the gathered memory is kept
     reshard              ... and the gathered memory is released
 
-`sharded_state` has the states in between, and the table of what may follow what. Gradients are the reducer's
-(`reducer`, a `GradientReducer`).
+`sharded_state` has the states in between, and the table of what may follow what. Gradients are those of
+`reduction`, a `Reduction`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ import torch
 from fullshard import torch_border
 from fullshard.divergence.journal import tag
 from fullshard.engine import known_groups
-from fullshard.engine.all_gather import AllGatherState, GroupAllGather, UnshardedInPlace
-from fullshard.engine.gradient_reducer import GradientReducer
-from fullshard.engine.group_all_gathers import GroupAllGathers
+from fullshard.engine.gather import Gather
 from fullshard.engine.model_changes import CHANGES
+from fullshard.engine.reduction import Reduction
+from fullshard.engine.routes import Routes
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.errors import ConfigurationError
 from fullshard.mesh.axes import DataParallelAxes
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.storage.codecs import Recoded
 from fullshard.storage.param import FSDPParam, ParamSwap, UnshardedWrites, VersionGuard
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.shard_storage import ShardStorage
 from fullshard.storage.sharded_params import ShardedParam
 from fullshard.transport import comm_objects
-from fullshard.transport.observer import Observed, StepObserver
+from fullshard.transport.observer import StepObserver
+from fullshard.transport.staged import Staged
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.transports import Transport
 
 _SERIAL_NUMBERS = itertools.count()
 
@@ -87,10 +90,11 @@ class FSDPParamGroup:
             self.params, shard_format, mesh_info, self.shard_device, name, pinned=pinned
         )
         self.sharded_params, self.layout = self.shards.sharded_params, self.shards.layout
-        self.all_gathers = GroupAllGathers(
+        self.routes = Routes(
             self.params, self.shards, mesh_info, device, shard_format, post_forward_size
         )
-        self.reducer = GradientReducer(
+        self.gather = Gather(self.routes)
+        self.reduction = Reduction(
             self.params,
             self.layout,
             mesh_info,
@@ -113,10 +117,6 @@ class FSDPParamGroup:
         self.sharded_state = ShardedState.SHARDED
         """Changed only as `TRANSITIONS` allows."""
         self._context: FSDPCommContext | None = None
-        self._all_gather: GroupAllGather | UnshardedInPlace | None = None
-        """The one used last: whose parameters are in memory or on their way, if any are."""
-        self._in_flight: AllGatherState | None = None
-        """A gather that is finished when it is waited for. None if it was finished right after it was issued."""
         self._param_swap: ParamSwap | None = None
         """None until the unsharded parameters have been made over the present gather buffer."""
         self._guard: VersionGuard | None = None
@@ -136,8 +136,8 @@ class FSDPParamGroup:
         """Derive compute and reduce dtypes from the shards' dtypes, and drop what was built on older ones."""
         self.drop_unsharded_params()
         CHANGES.note()
-        compute_dtypes = self.all_gathers.derive_dtypes(self.mp_policy)
-        self.reducer.derive_dtypes(self.mp_policy, compute_dtypes)
+        compute_dtypes = self.routes.derive_dtypes(self.mp_policy)
+        self.reduction.derive_dtypes(self.mp_policy, compute_dtypes)
 
     @torch.no_grad()
     def _notice_attributes(self) -> None:
@@ -145,8 +145,8 @@ class FSDPParamGroup:
 
         Before: any state. After: if there is something new, SHARDED.
         """
-        late = self.all_gathers.late_extensions()
-        if late is None and not self.reducer.has_other_grad_dtypes():
+        late = self.routes.late_extensions()
+        if late is None and not self.reduction.dtypes.are_outdated:
             return
         self.reshard()
         if late is not None:
@@ -162,23 +162,50 @@ class FSDPParamGroup:
 
     def keep_unsharded_storage(self, keep: bool) -> None:
         """Keep gathered memory from now on, or give it back, at once if nothing is gathered."""
-        self.all_gathers.keeps_memory = keep
-        if self._all_gather is not None and not self.gathered:
-            self.all_gathers.release(self._all_gather)
+        self.routes.keeps_memory = keep
+        if not self.gathered:
+            self.gather.give_back()
         CHANGES.note()
 
-    def set_custom_all_gather(self, all_gather: comm_objects.AllGather | None) -> None:
+    def set_custom_all_gather(self, comm: comm_objects.AllGather | None) -> None:
         """Gather with a comm object from now on; None for the default."""
-        if all_gather is not self.all_gathers.custom:
-            self.reshard()
-            self.drop_unsharded_params()
-            self.all_gathers.custom = all_gather
-            CHANGES.note()
-            self.all_gathers.forget()
+        if comm is not self.routes.custom:
+            process_group = self.mesh_info.shard_process_group
+            assert process_group is not None, "there is something to gather"
+            self.gather_with(None if comm is None else Staged(comm, process_group, self.device))
+
+    def gather_with(self, transport: Transport | None) -> None:
+        """Gather by a transport over the ranks of the shard axis from now on; None for the default."""
+        self._change_routes()
+        self.routes.transport = transport
+
+    def set_codec(self, codec: Callable[..., Recoded] | None) -> None:
+        """Encode and decode what lies in buffers by a codec, made as `Recoded` is, from now on; None for `Cast`."""
+        self._change_routes()
+        self.routes.codec = codec
+
+    def _change_routes(self) -> None:
+        self.reshard()
+        self.drop_unsharded_params()
+        CHANGES.note()
+        self.routes.forget()
+
+    def set_custom_reduce_scatter(self, comm: comm_objects.ReduceScatter | None) -> None:
+        """Reduce with a comm object from the next reduction on; None for the process group's own collectives."""
+        if comm is None:
+            self.reduce_with(None)
+            return
+        process_group = self.reduction.settings.process_group or self.mesh_info.shard_process_group
+        assert process_group is not None, "what is not sharded is not reduce-scattered"
+        self.reduce_with(Staged(comm, process_group, self.device))
+
+    def reduce_with(self, transport: Transport | None) -> None:
+        """Reduce by a transport over the group's ranks from the next reduction on; None for the process group's own collectives."""
+        self.change_reduction(transport=transport)
 
     def change_reduction(self, **changes: Any) -> None:
         """Change settings of how gradients are reduced, from the next reduction on."""
-        self.reducer.settings = replace(self.reducer.settings, **changes)
+        self.reduction.settings = replace(self.reduction.settings, **changes)
         if changes.keys() != {"all_reduce"}:  # differs from one microbatch to the next
             CHANGES.note()
 
@@ -266,12 +293,8 @@ class FSDPParamGroup:
         self._context = context
         self.name = name
         self.gather_tag = tag(f"all-gather of {in_tags}")
-        self.all_gathers.connect(context)
-        self._gathered_event = context.new_event()
-        """On the all-gather stream: the full parameters are complete."""
-        self._released_event = context.new_event()
-        """On the compute stream: the last read of the gathered memory."""
-        self.reducer.connect(context, self, in_tags)
+        self.gather.connect(context)
+        self.reduction.connect(context, self, in_tags)
 
     @property
     def context(self) -> FSDPCommContext:
@@ -280,6 +303,11 @@ class FSDPParamGroup:
             self.connect(FSDPCommContext(self.device), self.name)
             assert self._context is not None
         return self._context
+
+    @property
+    def observer(self) -> StepObserver | None:
+        """What is told of the model's steps; None also before its first forward."""
+        return None if self._context is None else self._context.observer
 
     # --- unshard ----------------------------------------------------------------------------------
 
@@ -328,14 +356,14 @@ class FSDPParamGroup:
         if state is _SHARDED or state is _SHARDED_POST_FORWARD:
             self.unshard(may_stay=may_stay)
         self.wait()
-        if type(self._all_gather) is GroupAllGather:
-            return self._gathered_version
-        return self.weight_version
+        # Those without a guard are the shards.
+        return self.weight_version if self._guard is None else self._gathered_version
 
-    def unshard(self, *, may_stay: bool = False) -> bool:
-        """Issue the all-gather, unless that has been done; return whether it was issued now.
+    def unshard(self, *, may_stay: bool = False, aside: bool = False) -> bool:
+        """Issue the gather, unless that has been done; return whether it was issued now.
 
-        With ``may_stay``, later forwards may use what was gathered, too: see `outdated`.
+        With ``may_stay``, later forwards may use what was gathered, too: see `outdated`. With ``aside``, it is gathered
+        for another reason than a step, which observers are told.
 
         Before: any state. After: GATHERING, or a state that follows it.
         """
@@ -343,11 +371,7 @@ class FSDPParamGroup:
         if state is not _SHARDED and state is not _SHARDED_POST_FORWARD:
             return False
         context = self._context or self.context
-        self._issue_gather(context, may_stay)
-        return True
-
-    def _issue_gather(self, context: FSDPCommContext, may_stay: bool) -> None:
-        state, observer = self.sharded_state, context.observer
+        observer = context.observer
         if observer is not None:
             observer.begins("all_gather", self)
             observer.issues("gather", self)
@@ -356,91 +380,39 @@ class FSDPParamGroup:
             if version != self._ordered_version:  # written since forward began
                 context.gathers_wait_for()
                 self._ordered_version = version
-        observed = None if observer is None else Observed(observer, self)
-        with context.all_gather:
-            if context.releases:
-                context.wait_for_releases()  # before the allocation: [Note: memory and streams], rule 1
-            gathers, extra = self.all_gathers, None
-            all_gather: GroupAllGather | UnshardedInPlace | None
-            if state is _SHARDED_POST_FORWARD:
-                assert gathers.post_forward is not None, "it was kept"
-                all_gather = gathers.post_forward.all_gather
-                assert all_gather is not None, "made when it was kept"
-            else:
-                all_gather = gathers.from_shards or gathers.build()
-            try:
-                if gathers.unbuffered is not None and state is _SHARDED:
-                    extra = gathers.unbuffered.messages()
-                self._in_flight = all_gather.start(
-                    extra, self.gather_tag, async_op=not context.asynchronous, observed=observed
-                )
-            except BaseException:
-                # No collective was issued, and nothing will wait for one.
-                all_gather.abandon(None)
-                if gathers.unbuffered is not None:
-                    gathers.unbuffered.abandon()
-                raise
-            # From here on a failed step finds the gather, and waits for it (`drop_gather`).
-            self._all_gather = all_gather
-            self._may_stay = may_stay
-            self.sharded_state = _GATHERING
-            # A gather is finished at once where the stream alone can wait for it. It is not where the host must wait,
-            # nor where finishing takes memory that others release before compute needs this one. Little memory is taken at
-            # once where there is room, and in a CUDA graph, where compute would wait for the copy.
-            at_once = context.in_capture or context.has_room
-            takes_late = all_gather.takes_memory_late and not (all_gather.is_small and at_once)
-            if context.asynchronous and gathers.unbuffered is None and not takes_late:
-                all_gather.finish(self._in_flight, observed)
-                self._in_flight = None
-                self._gathered_event.record()
+        self._may_stay = may_stay
+        try:
+            kept = state is _SHARDED_POST_FORWARD
+            self.gather.start(context, self, self.gather_tag, kept=kept)
+        except BaseException:
+            if self.gather.unfinished:  # it was issued: `drop_gather` is to find it
+                self.sharded_state = _GATHERING
+            raise
+        self.sharded_state = _GATHERING
         if observer is not None:
             observer.memory_of_gathers(self)
             observer.ends("all_gather", self)
+            if aside:
+                observer.gathered_aside(self)
+        return True
+
+    def not_before(self, event: Any) -> None:
+        """Let the next gather from shards wait for an event: the all-gather stream, or the host where there are no streams.
+
+        For what writes the shards on another stream, or on another thread of the host.
+        """
+        self.gather.not_before(event)
 
     def _wait_for_gather(self) -> None:
-        """Order the compute stream after the all-gather; what was staged is distributed first.
+        """Order the compute stream after the gather; what was staged is decoded first.
 
         Before: any state. After: not GATHERING.
         """
-        if self.sharded_state is not _GATHERING:
-            return
-        all_gather, in_flight = self._all_gather, self._in_flight
-        context = self._context or self.context
-        gathers = self.all_gathers
-        assert all_gather is not None, "a gather is in flight"
-        observer = context.observer
-        if in_flight is not None:
-            if observer is not None:
-                observer.begins("all_gather_copy_out", self)
-            self._finish_gather(in_flight, context)
-            self._in_flight = None
-            if observer is not None:
-                observer.ends("all_gather_copy_out", self)
-                observer.memory_of_gathers(self)  # staging is released, other memory was allocated
-        if observer is None:
-            self._gathered_event.wait()
-        else:
-            observer.waits("gather", self, self._gathered_event)
-            self._gathered_event.wait()
-            observer.waited("gather", self, self._gathered_event)
-        self.sharded_state = _GATHERED
-        if self._guard is not None:
-            self._guard.memory_is_there()
-        if gathers.post_forward is not None and all_gather is gathers.post_forward.all_gather:
-            self._release_post_forward_shard()  # it has been read
-
-    def _finish_gather(self, in_flight: AllGatherState, context: FSDPCommContext) -> None:
-        """Distribute what was staged, on the all-gather stream, and mark the end of the gather there."""
-        assert self._all_gather is not None, "a gather is in flight"
-        with context.all_gather:
-            if context.releases:
-                context.wait_for_releases()  # memory is taken here, too: rule 1
-            observer = context.observer
-            observed = None if observer is None else Observed(observer, self)
-            self._all_gather.finish(in_flight, observed)
-            if self.all_gathers.unbuffered is not None:
-                self.all_gathers.unbuffered.finish()
-            self._gathered_event.record()
+        if self.sharded_state is _GATHERING:
+            self.gather.finish(self._context or self.context, self)
+            self.sharded_state = _GATHERED
+            if self._guard is not None:
+                self._guard.memory_is_there()
 
     def wait(self) -> None:
         """Wait for the all-gather and put the unsharded parameters on their modules.
@@ -461,20 +433,20 @@ class FSDPParamGroup:
             swap.to_unsharded()
 
     def _make_unsharded_params(self) -> ParamSwap:
-        gathers = self.all_gathers
-        assert gathers.from_shards is not None, "unsharded parameters lie in gathered memory"
+        route, buffered = self.routes.from_shards, self.shards.buffered
+        assert route is not None, "unsharded parameters lie in gathered memory"
         with torch.inference_mode(False):
-            for param, full in zip(self.shards.buffered, gathers.from_shards.params, strict=True):
+            for param, full in zip(buffered, route.codec.params, strict=True):
                 param.make_unsharded_param(full)
-            for member in () if gathers.unbuffered is None else gathers.unbuffered.members:
+            for member in () if route.beside is None else route.beside.members:
                 assert member.full is not None, "the gather has been finished"
                 member.param.make_unsharded_param(member.full)
-            self.reducer.choose_unreduced_dtypes()
+            self.reduction.dtypes.choose_for_unsharded()
         self._watch_gradients()
         self._param_swap = ParamSwap(self.params)
-        self._writes = UnshardedWrites(self.shards.buffered, gathers.from_shards.params)
-        if isinstance(gathers.from_shards, GroupAllGather):
-            self._guard = VersionGuard(self.shards.buffered)
+        self._writes = UnshardedWrites(buffered, route.codec.params)
+        if not route.codec.aliases_shards:
+            self._guard = VersionGuard(buffered)
             known_groups.note_guarded(self, self._guard.absent_version)
         return self._param_swap
 
@@ -492,7 +464,7 @@ class FSDPParamGroup:
         for param in self.params:
             if param.sharded_param is sharded_param:
                 param.set_trainable(trainable)
-        self.reducer.forget_buffer()
+        self.reduction.forget_buffer()
         self._watch_gradients()
 
     def _watch_gradients(self) -> None:
@@ -542,29 +514,20 @@ class FSDPParamGroup:
 
         Before: any state. After: not GATHERING.
         """
-        if self.sharded_state is not _GATHERING or self._in_flight is None:
-            return
-        assert self._all_gather is not None, "a gather is in flight"
-        with self.context.all_gather:
-            self._all_gather.abandon(self._in_flight)
-            if self.all_gathers.unbuffered is not None:
-                self.all_gathers.unbuffered.abandon()
-            self._gathered_event.record()
-        self._in_flight = None
+        if self.sharded_state is _GATHERING and self.gather.unfinished:
+            self.gather.abandon(self.context)
 
     def reshard_after_forward(self) -> None:
         """Reshard, but keep a post-forward shard for backward to gather from, if the group was told to.
 
         Before: any state. After: SHARDED_POST_FORWARD or SHARDED.
         """
-        gathers = self.all_gathers
-        if gathers.post_forward is None or not self.gathered or not torch.is_grad_enabled():
+        kept = self.routes.post_forward
+        if kept is None or not self.gathered or not torch.is_grad_enabled():
             self.reshard()
             return
         self._wait_for_gather()
-        full = gathers.from_shards
-        assert isinstance(full, GroupAllGather), "several ranks hold the parameters"
-        gathers.post_forward.keep(full, gathers.compute_dtypes, gathers.custom, self.context)
+        self.routes.keep(self.context)
         if self.context.observer is not None:
             self.context.observer.memory_of_gathers(self)  # the shard and the full parameters, both
         self._give_memory_back(_SHARDED_POST_FORWARD)
@@ -573,7 +536,7 @@ class FSDPParamGroup:
         """After forward, keep the full parameters or nothing from now on."""
         self._wait_for_gather()  # it may be reading the post-forward shard
         self.drop_post_forward_shard()
-        self.all_gathers.post_forward = None
+        self.routes.post_forward = None
         CHANGES.note()
 
     def drop_post_forward_shard(self) -> None:
@@ -582,14 +545,8 @@ class FSDPParamGroup:
         Before: any state. After: SHARDED instead of SHARDED_POST_FORWARD; others are as they were.
         """
         if self.sharded_state is _SHARDED_POST_FORWARD:
-            self._release_post_forward_shard()
+            self.gather.drop_kept(self.context, self)
             self.sharded_state = _SHARDED
-
-    def _release_post_forward_shard(self) -> None:
-        assert self.all_gathers.post_forward is not None, "one is kept"
-        self.all_gathers.post_forward.release()
-        if self.context.observer is not None:
-            self.context.observer.memory_of_gathers(self)
 
     def _give_memory_back(self, following: ShardedState) -> None:
         """Give gathered memory back, if there is any; ``following`` is the state then."""
@@ -599,16 +556,12 @@ class FSDPParamGroup:
             self._wait_for_gather()  # used or not: [Note: memory and streams], rule 3
         if self.sharded_state is not _GATHERED:
             return
-        all_gather, context = self._all_gather, self._context or self.context
-        assert all_gather is not None, "present memory was gathered"
-        self._released_event.record()
-        self.all_gathers.release(all_gather)
+        context = self._context or self.context
+        self.gather.release(context)
         if self._guard is not None:
             self._guard.memory_is_absent()
-        if context.asynchronous:  # the host has nothing to wait for
-            context.releases.append(self._released_event)
         self.sharded_state = following
-        if context.observer is not None and isinstance(all_gather, GroupAllGather):
+        if context.observer is not None and not self.gather.aliases_shards:
             context.observer.released(self)
 
     # --- what is in memory ------------------------------------------------------------------------
@@ -616,17 +569,17 @@ class FSDPParamGroup:
     @property
     def gathered_addresses(self) -> range:
         """Addresses of the gathered memory: a tensor that lies there is lost when it is given back."""
-        return range(0) if self._all_gather is None else self._all_gather.addresses
+        return self.gather.addresses
 
     @property
     def held_bytes(self) -> int:
         """Bytes of memory for gathering that the group has now."""
-        return self.all_gathers.held_bytes
+        return self.gather.held_bytes
 
     def tell_memory(self, observer: StepObserver) -> None:
         """Tell a new observer what the group holds now."""
         observer.memory_of_gathers(self)
-        self.reducer.tell_memory(observer)
+        self.reduction.tell_memory(observer)
 
     @property
     def weight_version(self) -> int:
@@ -635,7 +588,7 @@ class FSDPParamGroup:
         A write to the shards changes what a later gather brings, not what has been gathered. Parameters that
         are never gathered are the shards.
         """
-        if self.sharded_state is _SHARDED or isinstance(self._all_gather, UnshardedInPlace):
+        if self.sharded_state is _SHARDED or self.gather.aliases_shards:
             return self.shards.version
         return self._gathered_version
 

@@ -100,7 +100,7 @@ def _backward_weight(run: Callable[..., Any], stage: Any, *args: Any, **kw: Any)
             run(stage, *args, **kw)
         for state in states:
             for group in state.groups:
-                group.reducer.accumulate()
+                group.reduction.accumulate()
     finally:
         for state in states:
             state.use_sharded_params()
@@ -146,7 +146,7 @@ def not_reduced(params: Callable[[], Iterable[Tensor]]) -> list[str]:
         if stage is not None
         for state in _IN_STEP.get(stage, ())
         for group in state.groups
-        if group.reducer.unreduced.held
+        if group.reduction.unreduced.held
         for param in group.params
         if id(param.sharded_param.param) in wanted
     ]

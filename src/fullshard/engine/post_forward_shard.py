@@ -18,13 +18,14 @@ from torch.distributed import ProcessGroup
 
 from fullshard.divergence.journal import journal_of, tag
 from fullshard.divergence.meetings import meet
-from fullshard.engine.all_gather import GroupAllGather
-from fullshard.layout.segments import Layout
+from fullshard.engine.route import Route
+from fullshard.layout.segments import Layout, gathers_in_place
 from fullshard.mesh.axes import block_group
 from fullshard.mesh.backends import backend_of
 from fullshard.storage.buffers import ShardBuffer, shard_of
-from fullshard.transport import comm_objects
+from fullshard.storage.codecs import Buffered, Cast
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.transports import Coalesced, Transport
 
 _MAKING_GROUPS = tag("making of process groups for shards after forward")
 
@@ -41,7 +42,7 @@ class PostForwardShard:
         self.process_group: ProcessGroup | None = None
         """The ranks over which the shards are divided; None until something has been kept."""
         self._layout = layout
-        self.all_gather: GroupAllGather | None = None
+        self.route: Route | None = None
         """Gathers what is kept; None until something has been."""
         self._buffer: ShardBuffer | None = None
         self._sources: list[Tensor] = []
@@ -55,15 +56,15 @@ class PostForwardShard:
     @property
     def held_bytes(self) -> int:
         """Bytes of memory that it has now, beside the full parameters' own."""
-        if self._buffer is None or self.all_gather is None:
+        if self._buffer is None or self.route is None:
             return 0
-        return self._buffer.held_bytes + self.all_gather.held_bytes
+        return self._buffer.held_bytes + self.route.held_bytes
 
     def keep(
         self,
-        full: GroupAllGather,
+        full: Buffered,
         dtypes: Sequence[torch.dtype],
-        custom: comm_objects.AllGather | None,
+        transport: Transport | None,
         context: FSDPCommContext,
     ) -> None:
         """Copy this rank's shard of the full parameters, which are in memory; on the compute stream.
@@ -72,7 +73,7 @@ class PostForwardShard:
         such events: [Note: memory and streams], rule 1.
         """
         if self._buffer is None:
-            self._buffer = self._prepare(full, dtypes, custom, context)
+            self._buffer = self._prepare(full, dtypes, transport, context)
         # The compute stream copies, not the all-gather stream: it is the last to read the full parameters, so one
         # event of it ends both.
         self._buffer.allocate()
@@ -80,9 +81,9 @@ class PostForwardShard:
 
     def _prepare(
         self,
-        full: GroupAllGather,
+        full: Buffered,
         dtypes: Sequence[torch.dtype],
-        custom: comm_objects.AllGather | None,
+        transport: Transport | None,
         context: FSDPCommContext,
     ) -> ShardBuffer:
         layout = self._layout
@@ -95,23 +96,23 @@ class PostForwardShard:
         if guard is not None:
             guard.add(group, backend)
         rank = group.rank()
-        if custom is not None:
-            custom = custom.moved_to(group)  # it was made for the process group of all shards
+        # Made for the process group of all shards, if it was chosen; memory of its own is the other group's, too.
+        transport = Coalesced(group, context.device) if transport is None else transport.over(group)
         # Tensors made under inference_mode could not be saved for a later backward.
         with torch.inference_mode(False):
             buffer = ShardBuffer(layout, rank, dtypes, context.device)
             with context.all_gather:
-                self.all_gather = GroupAllGather(
+                codec = Cast(
                     buffer.flat_shard,
                     layout,
                     rank,
-                    group,
                     dtypes,
                     context.device,
-                    custom,
+                    packed=not transport.in_place or not gathers_in_place(layout, dtypes),
                     # The same memory: what autograd saved in forward are views of it.
-                    into=full,
+                    into=full.buffer,
                 )
+            self.route = Route(codec, transport, None)
             self._sources = [
                 shard_of(layout, i, rank, param) for i, param in enumerate(full.params)
             ]
@@ -127,5 +128,5 @@ class PostForwardShard:
 
         Before: nothing is kept now.
         """
-        self._buffer = self.all_gather = None
+        self._buffer = self.route = None
         self._sources = []

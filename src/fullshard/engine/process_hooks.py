@@ -220,7 +220,7 @@ def _cleared_by_module(module: nn.Module, set_to_none: bool) -> None:
     if groups:
         cleared = {id(param) for param in module.parameters()}
         for group in groups:
-            group.reducer.clear_sharded_gradients(cleared, set_to_none=set_to_none)
+            group.reduction.clear_sharded_gradients(cleared, set_to_none=set_to_none)
 
 
 # --- modules and parameters that join a model -----------------------------------------------------

@@ -89,7 +89,9 @@ class RootModel:
         for group in (group for state in self.states for group in state.groups):
             model = models.get(group.mesh_info.shard_peers, "")
             group.gather_tag = tag(group.gather_tag.text + model)
-            group.reducer.tell_apart(model, models.get(group.mesh_info.replicate_process_group, ""))
+            group.reduction.tell_apart(
+                model, models.get(group.mesh_info.replicate_process_group, "")
+            )
 
     def _look_for_dropout(self) -> None:
         """Warn once if a forward without gradients drops something: each rank would drop something else."""

@@ -617,9 +617,9 @@ class Step:
             observer.begins("post_backward_reduce", state)
         for group in state.groups:
             if state.options.requires_gradient_sync:
-                group.reducer.reduce(include_unused=state not in self._reduced)
+                group.reduction.reduce(include_unused=state not in self._reduced)
             else:
-                group.reducer.accumulate()
+                group.reduction.accumulate()
         self._reduced.add(state)
         if observer is not None:
             observer.ends("post_backward_reduce", state)
@@ -680,7 +680,7 @@ class Step:
             # Backward did not reach it here, but may have on other ranks; or nobody told of its last products.
             if (state in self._to_be_reduced and _has_products(state)) or (
                 state not in self._reduced
-                and any(group.reducer.settings.zero_unused for group in state.groups)
+                and any(group.reduction.settings.zero_unused for group in state.groups)
             ):
                 self._reduce(state)
             if state.training_state is TrainingState.POST_BACKWARD:
@@ -934,7 +934,7 @@ def _weights_have_changed(state: FSDPState) -> LifecycleError:
 
 def _has_products(state: FSDPState) -> bool:
     """Whether backward has written gradients of the state that have not been sent off."""
-    return any(group.reducer.has_products for group in state.groups)
+    return any(group.reduction.has_products for group in state.groups)
 
 
 def _is_first(calls: Sequence[Call[FSDPState]]) -> bool:

@@ -200,6 +200,25 @@ class UnreducedGradients:
             return {members[0]: unsharded}
         return self._views(unsharded, members)
 
+    # --- partial sums ------------------------------------------------------------------------------
+
+    def keep_partial(self, params: Sequence[int], sums: Sequence[Tensor]) -> None:
+        """Keep reduce-scatter outputs, or add them to those that wait; on the stream of the all-reduce."""
+        for param, local in zip(params, sums, strict=True):
+            if param in self.partial:
+                self.partial[param].add_(local)
+            else:
+                self.partial[param] = local
+        self.changed()
+
+    def add_partial_to(self, params: Sequence[int], sums: Sequence[Tensor]) -> list[Tensor]:
+        """Add those that wait to reduce-scatter outputs, on the stream of the all-reduce, and return them: it reads them."""
+        found = [(self.partial.pop(i, None), local) for i, local in zip(params, sums, strict=True)]
+        for kept, local in found:
+            if kept is not None:
+                local.add_(kept)
+        return [kept for kept, _ in found if kept is not None]
+
     # --- other ranks count --------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -59,7 +59,7 @@ def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
                     group.reshard()
             if not group.gathered:
                 group.context.gathers_wait_for()
-                group.unshard(may_stay=True)
+                group.unshard(may_stay=True, aside=True)
     handle = UnshardHandle(state)
     if async_op:
         return handle

@@ -6,7 +6,7 @@
 
 A rank that has run out still holds shards, which others gather, and which its optimizer updates. So it cannot leave,
 nor only answer collectives: it goes on running the program's own step. What a reduction makes of it is in
-`GradientReducer`.
+`Reduction`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fullshard.divergence.journal import tag
-from fullshard.engine.gradient_reducer import GradientReducer
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.reduce_settings import ActiveRanks
+from fullshard.engine.reduction import Reduction
+from fullshard.engine.reduction_settings import ActiveRanks
 from fullshard.engine.state import named_states
 from fullshard.errors import (
     ConfigurationError,
@@ -113,7 +113,7 @@ class JoinedBatches(Generic[T]):
                 f"{type(model).__name__} is. Call fully_shard or replicate on it, or wrap it, before."
             )
         self._ranks: _ModelRanks | None = None
-        self._before: dict[GradientReducer, ActiveRanks | None] | None = None
+        self._before: dict[Reduction, ActiveRanks | None] | None = None
         """The ranks whose gradients counted before the block; None outside of it."""
         self.active, self.active_ranks = True, 1
 
@@ -125,7 +125,7 @@ class JoinedBatches(Generic[T]):
             )
         if self._ranks is None:
             self._ranks = _ModelRanks(self._groups)
-        self._before = {group.reducer: group.reducer.settings.active for group in self._groups}
+        self._before = {group.reduction: group.reduction.settings.active for group in self._groups}
         self._set_active(self._ranks.everyone)
         return self
 
@@ -163,13 +163,13 @@ class JoinedBatches(Generic[T]):
             if number == len(members):
                 by_axes[axes] = None
         for group in self._groups:
-            group.reducer.set_active_ranks(by_axes[group.mesh_info.communicates_over])
+            group.reduction.set_active_ranks(by_axes[group.mesh_info.communicates_over])
 
     def _restore(self) -> None:
         """Let those gradients count that did before the block."""
         self.active, self.active_ranks = False, 0
-        for reducer, active in (self._before or {}).items():
-            reducer.set_active_ranks(active)
+        for reduction, active in (self._before or {}).items():
+            reduction.set_active_ranks(active)
 
 
 class _Draws(Iterator[T]):

@@ -199,7 +199,7 @@ def _check_full_gradients(wrappers: Sequence[WrapperBase], offload_to_cpu: bool)
         name
         for wrapper in wrappers
         for group in wrapper._fsdp_state.groups
-        for name in group.reducer.unreduced.sharded_names()
+        for name in group.reduction.unreduced.sharded_names()
     ]
     if unreduced:
         raise LifecycleError(

@@ -36,7 +36,7 @@ def check_comms_can_be_chosen(state: FSDPState, label: str, method: str) -> None
     present = [
         comm
         for group in state.groups
-        for comm in (group.all_gathers.custom, group.reducer.settings.custom)
+        for comm in (group.routes.custom, group.reduction.settings.custom)
         if comm is not None
     ]
     for other, classes in _STAGED_BY.items():
@@ -72,7 +72,8 @@ def check_reduce_scatters(state: FSDPState, label: str, method: str) -> None:
 def reduces_in_symmetric_memory(state: FSDPState) -> bool:
     """Return whether the reduce-scatters of a state are staged in symmetric memory."""
     return any(
-        isinstance(group.reducer.settings.custom, SymmetricReduceScatter) for group in state.groups
+        isinstance(group.reduction.settings.custom, SymmetricReduceScatter)
+        for group in state.groups
     )
 
 

@@ -262,7 +262,8 @@ class FSDPModule(torch_border.ConvertibleModule):
         state, label = _state(self), type(self).__name__
         check_comms_can_be_chosen(state, label, "set_custom_reduce_scatter")
         check_reduce_scatters(state, label, "set_custom_reduce_scatter")
-        _change_reduction(self, recurse=False, custom=comm)
+        for group in state.groups:
+            group.set_custom_reduce_scatter(comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Stage this module's collectives in memory that the process group's backend allocates, or not.
@@ -279,17 +280,16 @@ class FSDPModule(torch_border.ConvertibleModule):
         if not enable:
             for group in groups:
                 group.set_custom_all_gather(None)
-                group.change_reduction(custom=None)
+                group.set_custom_reduce_scatter(None)
             return
         for group in groups:
             for process_group in _process_groups(group):
                 check_group_allocates(process_group, group.device)
         for group in groups:
             gathers, reduces = _process_groups(group)
-            if group.all_gathers.custom is None:
+            if group.routes.custom is None:
                 group.set_custom_all_gather(ProcessGroupAllGather(gathers, group.device))
-                custom = ProcessGroupReduceScatter(reduces, group.device)
-                group.change_reduction(custom=custom)
+                group.set_custom_reduce_scatter(ProcessGroupReduceScatter(reduces, group.device))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Stage this module's gathers in symmetric memory, so that NCCL can use its faster algorithms.
@@ -306,18 +306,17 @@ class FSDPModule(torch_border.ConvertibleModule):
         if backend != "NCCL":
             raise UsageError(f"backend must be 'NCCL', got {backend!r}. Leave it out.")
         for group in state.groups:
-            if group.reducer.settings.force_sum:
+            if group.reduction.settings.force_sum:
                 check_reduce_scatters(state, label, "set_symm_mem_for_comm")
                 check_one_input_buffer([state], state.options.max_reductions)
             for process_group in _process_groups(group):
                 choose_symmetric_memory(backend, process_group, group.device)
         for group in state.groups:
             gathers, reduces = _process_groups(group)
-            if group.all_gathers.custom is None:
+            if group.routes.custom is None:
                 group.set_custom_all_gather(SymmetricAllGather(gathers, group.device))
-            if group.reducer.settings.force_sum and group.reducer.settings.custom is None:
-                custom = SymmetricReduceScatter(reduces, group.device)
-                group.change_reduction(custom=custom)
+            if group.reduction.settings.force_sum and group.reduction.settings.transport is None:
+                group.set_custom_reduce_scatter(SymmetricReduceScatter(reduces, group.device))
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with this group's reduced shards before they are accumulated into `.grad`.
@@ -415,10 +414,10 @@ class FSDPModule(torch_border.ConvertibleModule):
                 if shared is None:
                     continue  # nothing is reduce-scattered
                 own = twin_group(shared) if enable else shared
-                custom = group.reducer.settings.custom
-                if custom is not None:
-                    custom = custom.moved_to(own)
-                group.change_reduction(process_group=own, custom=custom)
+                transport = group.reduction.settings.transport
+                if transport is not None:
+                    transport = transport.over(own)
+                group.change_reduction(process_group=own, transport=transport)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Do nothing; accepted for compatibility. Gathers never stop the host or the compute stream."""
@@ -552,7 +551,7 @@ def _process_groups(group: FSDPParamGroup) -> tuple[ProcessGroup, ProcessGroup]:
     """Return the process groups that a group is gathered over and reduced over."""
     gathers = group.mesh_info.shard_process_group
     assert gathers is not None, "check_comms_can_be_chosen refuses others"
-    return gathers, group.reducer.settings.process_group or gathers
+    return gathers, group.reduction.settings.process_group or gathers
 
 
 def _sharded_states(modules: Iterable[FSDPModule]) -> tuple[FSDPState, ...]:

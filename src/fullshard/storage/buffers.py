@@ -13,37 +13,30 @@ like a change of the parameter.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fullshard.layout.segments import (
-    ROW_ALIGNMENT,
     Division,
     Layout,
     block_offsets,
     contiguous_strides,
     shard_offsets,
 )
-
-FEW_PIECES = 256
-"""Up to so many contiguous tensors are copied one by one, in one call."""
-
-CELL = 16
-"""Bytes that are copied by one index: the widest elements there are, of `_CELL_DTYPE`."""
-_CELL_DTYPE = torch.complex128
-
-INDEXED_UP_TO = 32 * 2**20
-"""Bytes of full parameters that are copied by an index, which takes a quarter of their memory."""
-
-Indices = weakref.WeakValueDictionary[object, Tensor]
-"""Indices of gather buffers, by all that they depend on: layers of a model are alike, and share one.
-
-They belong to one all-gather stream, which allocates them and alone reads them, so that they may be freed at any time.
-"""
+from fullshard.storage.copy_out import (
+    CELL,
+    CELL_DTYPE,
+    FEW_PIECES,
+    Indices,
+    by_cells,
+    by_pieces,
+    by_rows,
+    can_be_indexed,
+    cell_index,
+)
 
 
 class Buffer:
@@ -170,6 +163,10 @@ class FlatShard:
         elif self.segments:
             torch._foreach_copy_(target.segments, self.segments)
 
+    def read(self, reader: Callable[[FlatShard], object]) -> None:
+        """Call ``reader`` with the shard on the device."""
+        reader(self)
+
 
 class ShardBuffer:
     """This rank's pieces of all parameters of a group, in the parameters' own dtypes."""
@@ -260,21 +257,42 @@ class UploadBuffer:
 
     def copy_into(self, target: FlatShard) -> None:
         """Upload the shards, then cast and copy them to ``target``; the host does not wait."""
+        self.read(lambda shard: shard.copy_into(target))
+
+    def read(self, reader: Callable[[FlatShard], object]) -> None:
+        """Upload the shards and call ``reader`` with them; the host does not wait."""
         # All on one stream: its allocator gives the memory only to work that comes after these reads.
         self._on_device.allocate()
         self._on_device.bytes.copy_(self._shards.bytes, non_blocking=True)
-        self._on_device.flat_shard.copy_into(target)
+        reader(self._on_device.flat_shard)
         self._on_device.release()
+
+
+Source = FlatShard | UploadBuffer
+"""Where this rank's shard is read from."""
 
 
 class GatherBuffer:
     """The full parameters of a group in the compute dtype, while the group is gathered.
 
-    In place, `outputs` are segments of this buffer and `inputs` this rank's pieces of them; what
-    cannot be gathered in place (`Division.CHUNKS`) goes through a staging buffer of its own.
-    Packed, everything goes through one staging buffer, (world, bytes of a shard): one output, one
-    input. The full parameters then take their memory only when the staging buffer is copied out. Where memory counts, that
-    is late: by that time the group used before has given its own memory back, so staging costs no peak.
+    Where messages lie when they arrive, and what copies them to the full parameters then (`copy_out`):
+
+        arranged     segment                           message          copied by
+        in place     zero-copy                         a segment of it  nothing: it lies where its parameters do
+                     `Division.CHUNKS`                 staged           pieces, one for each rank
+        one message  on the CPU, or not uniform        staged           pieces, one for each segment (CHUNKS: and rank)
+                     on accelerators: with an index    staged           cells
+                     ... else up to `FEW_PIECES`       staged           pieces, one for each segment and rank
+                     ... else                          staged           rows
+                     in memory of a transport          there            pieces of that memory (`copy_out_of`)
+        a codec's    with ``message_nbytes``           staged, or there  the codec
+
+    A message is staged rank after rank: (world, bytes of a shard). With one message, the full parameters take their
+    memory only when it is copied out. Where memory counts, that is late: by that time the group used before has given
+    its own memory back, so staging costs no peak.
+
+    Invariants: views are made once, of present memory, and stay. The buffer belongs to the all-gather stream, which
+    allocates, fills and frees it. Staging has memory from `allocate` to `copy_out` or `release`, and at no other time.
     """
 
     def __init__(
@@ -287,12 +305,14 @@ class GatherBuffer:
         packed: bool,
         into: GatherBuffer | None = None,
         indices: Indices | None = None,
+        message_nbytes: int | None = None,
     ) -> None:
         """Allocate on the current stream (the all-gather stream) and make every view a step needs.
 
-        With ``into``, the full parameters are those of another buffer, whose memory is present. It is for a
-        multiple of this one's ranks: then its padding is at least as long, and all segments fit. With ``indices``, of
-        this stream, rows may be distributed by one of them.
+        With ``packed``, all travels in one message. With ``into``, the full parameters are those of another buffer,
+        whose memory is present. It is for a multiple of this one's ranks: then its padding is at least as long, and all
+        segments fit. With ``indices``, of this stream, rows may be distributed by one of them. With ``message_nbytes``, a
+        codec has messages of so many bytes for each rank.
         """
         self._layout, self._rank, self.device, self.packed = layout, rank, device, packed
         self._dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
@@ -308,6 +328,8 @@ class GatherBuffer:
         self._borrows_memory = into is not None
         self.full: Buffer = Buffer(placement.nbytes, device) if into is None else into.full
         """The memory of the full parameters."""
+        self.nbytes = placement.nbytes
+        """Bytes of the full parameters, padding included."""
         self._starts: tuple[int, ...] = placement.starts if into is None else into._starts
         self.params = [
             self.full.view(
@@ -325,11 +347,18 @@ class GatherBuffer:
         """Parallel to `outputs`, the bytes that this rank sends, which lie in them."""
         self.own_shard = FlatShard([], None)
         """This rank's pieces in the compute dtype: what the shard is cast and copied into."""
-        self._copy_out: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._packing = shard_offsets(layout, range(len(layout.segments)), self._dtypes)
-        self._split: _Split | _Rearrangement | None = None
+        self.message_nbytes = self._packing.nbytes if message_nbytes is None else message_nbytes
+        """Bytes of one rank's message, if all travels in one."""
+        self._copy: Callable[[], object] | None = None
+        """Copies what is staged to the full parameters; None if nothing is, or a codec does."""
+        self._cells: tuple[Tensor, Tensor] | None = None
+        """Staged rows and full parameters, as cells that are copied by an index."""
         if packed:
-            self._prepare_packed(indices)
+            self._stage_rows(device)
+            if message_nbytes is None:
+                self.own_shard = self.shard_in(self.rows)
+                self._copy = self._copy_of_rows(indices)
         else:
             self._prepare_in_place(device)
         # Views are made of present memory only. Now only what `fill` would have allocated stays.
@@ -337,22 +366,6 @@ class GatherBuffer:
             self._staging.release()
         elif packed:
             self.full.release()
-
-    @property
-    def _is_uniform(self) -> bool:
-        """Whether a rank's pieces are of one dtype, without gaps, and full parameters are made of them by splitting."""
-        layout = self._layout
-        numel = sum(segment.piece_numel for segment in layout.segments)
-        return (
-            len(set(self._dtypes)) == 1
-            and numel * self._dtypes[0].itemsize == self._packing.nbytes
-            and all(slot.zero_copy for slot in layout.slots)
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the full parameters, padding included."""
-        return self.full.nbytes
 
     @property
     def held_bytes(self) -> int:
@@ -366,6 +379,8 @@ class GatherBuffer:
         sent = sum(tensor.nbytes for tensor in self.inputs)
         return sent * (self._layout.world - 1)
 
+    # --- what is made once ------------------------------------------------------------------------
+
     def _prepare_in_place(self, device: torch.device) -> None:
         layout, world = self._layout, self._layout.world
         staged = [not _is_zero_copy(layout, index) for index in range(len(layout.segments))]
@@ -374,9 +389,9 @@ class GatherBuffer:
             self._dtypes,
         )
         self._staging = Buffer(staging.nbytes, device)
+        targets, sources = list[Tensor](), list[Tensor]()
         for index, segment in enumerate(layout.segments):
             dtype = self._dtypes[index]
-            # A zero-copy segment is gathered where its parameters lie; the others are gathered beside, and copied.
             buffer, start = (
                 (self._staging, staging.starts[index])
                 if staged[index]
@@ -387,74 +402,68 @@ class GatherBuffer:
             self.own_shard.segments.append(buffer.view(dtype, own, (segment.piece_numel,)))
             if staged[index]:
                 param = segment.params[0]
-                self._copy_out[0].extend(rank_chunks(layout, param, self._full_alias(index)))
-                self._copy_out[1].extend(staged_chunks(layout, param, buffer, start, dtype))
+                targets += rank_chunks(layout, param, self._full_alias(index))
+                sources += staged_chunks(layout, param, buffer, start, dtype)
+        if targets:
+            self._copy = by_pieces(targets, sources)
 
-    def _prepare_packed(self, indices: Indices | None) -> None:
-        nbytes, device = self.packed_nbytes, self.device
-        self._staging = Buffer(nbytes * self._layout.world, device)
+    def _stage_rows(self, device: torch.device) -> None:
+        nbytes, world = self.message_nbytes, self._layout.world
+        self._staging = Buffer(nbytes * world, device)
         self._add_message(self._staging, 0, nbytes)
-        rows = self._staging.view(torch.uint8, 0, (self._layout.world, nbytes))
-        self.own_shard = self.shard_in(rows)
-        targets, sources = self._packed_targets(), self._packed_sources(rows)
-        self._targets = targets
+        self.rows = self._staging.view(torch.uint8, 0, (world, nbytes))
+        """The message of each rank, if all travels in one."""
+
+    def _copy_of_rows(self, indices: Indices | None) -> Callable[[], object] | None:
+        """Choose what copies `rows` to the full parameters: see the table."""
+        self._targets = targets = self._packed_targets()
         """Parts of the full parameters, parallel to `_packed_sources`."""
-        self._copy_out = (targets, sources)
+        sources = self._packed_sources(self.rows)
+        self._in_pieces = by_pieces(targets, sources)
         # On accelerators one kernel copies contiguous tensors of one dtype. So the ranks' pieces are copied one by one
         # as long as they are few. Many are split by another kernel. Both take the host a time for each piece. With an
         # index the host does not know the pieces, and the device is done as soon; but the index takes memory.
-        if device.type == "cpu" or not self._is_uniform or not min(map(Tensor.numel, targets)):
-            return
-        rearrangement = None if indices is None else self._rearrangement(rows, indices)
-        if rearrangement is not None:
-            self._split = rearrangement
-        elif len(targets) * self._layout.world <= FEW_PIECES:
-            self._copy_out = (
+        on_cpu = self.device.type == "cpu"
+        if on_cpu or not self._is_uniform or not min(map(Tensor.numel, targets)):
+            return self._in_pieces
+        if indices is not None and can_be_indexed(self.nbytes, self._dtypes[0]):
+            full = self.full.view(CELL_DTYPE, 0, (self.nbytes // CELL,))
+            self._cells = self.rows.view(CELL_DTYPE).view(-1), full
+            return by_cells(*self._cells, self._index(indices))
+        if len(targets) * self._layout.world <= FEW_PIECES:
+            return by_pieces(
                 [piece for target in targets for piece in target.unbind()],
                 [piece for source in sources for piece in source.unbind()],
             )
-        else:
-            order = sorted(range(len(self._dtypes)), key=self._packing.starts.__getitem__)
-            self._split = _Split(rows.view(self._dtypes[0]), [targets[index] for index in order])
+        order = sorted(range(len(self._dtypes)), key=self._packing.starts.__getitem__)
+        return by_rows(self.rows.view(self._dtypes[0]), [targets[index] for index in order])
 
-    def _index(self, indices: Indices) -> Tensor | None:
-        """Return where each cell of a uniform group's full parameters comes from; None if the index would be too large.
+    @property
+    def _is_uniform(self) -> bool:
+        """Whether a rank's pieces are of one dtype, without gaps, and full parameters are made of them by splitting."""
+        layout = self._layout
+        numel = sum(segment.piece_numel for segment in layout.segments)
+        return (
+            len(set(self._dtypes)) == 1
+            and numel * self._dtypes[0].itemsize == self._packing.nbytes
+            and all(slot.zero_copy for slot in layout.slots)
+        )
 
-        Pieces and starts of a uniform group's parameters are multiples of `ROW_ALIGNMENT` elements, and so of a cell.
-        """
-        itemsize, world, device = self._dtypes[0].itemsize, self._layout.world, self.device
-        if self.full.nbytes > INDEXED_UP_TO or ROW_ALIGNMENT * itemsize % CELL:
-            return None
-        sizes = [segment.piece_numel * itemsize // CELL for segment in self._layout.segments]
-        starts = [start // CELL for start in self._packing.starts]
-        targets = [start // CELL for start in self._starts]
-        key = (device, world, tuple(sizes), tuple(starts), tuple(targets))
-        index = indices.get(key)
-        if index is None and device.type == "meta":
-            index = torch.empty(self.full.nbytes // CELL, dtype=torch.int32, device=device)
-        elif index is None:
-            on_host = torch.zeros(self.full.nbytes // CELL, dtype=torch.int32)  # in gaps: anything
-            ranks = torch.arange(world)[:, None] * (self.packed_nbytes // CELL)
-            for size, start, target in zip(sizes, starts, targets, strict=True):
-                cells = torch.arange(start, start + size) + ranks
-                on_host[target : target + world * size] = cells.flatten()
-            index = on_host.to(device)
-        indices[key] = index
-        return index
-
-    def _rearrangement(self, rows: Tensor, indices: Indices) -> _Rearrangement | None:
-        """Return how to bring ``rows`` to the full parameters by an index, if there is one."""
-        index = self._index(indices)
-        if index is None:
-            return None
-        full = self.full.view(_CELL_DTYPE, 0, (self.full.nbytes // CELL,))
-        return _Rearrangement(rows.view(_CELL_DTYPE).view(-1), full, index)
+    def _index(self, indices: Indices) -> Tensor:
+        """Return where each cell of the full parameters comes from."""
+        itemsize, layout = self._dtypes[0].itemsize, self._layout
+        sizes = [segment.piece_numel * itemsize for segment in layout.segments]
+        pieces = zip(sizes, self._packing.starts, self._starts, strict=True)
+        return cell_index(
+            indices, self.device, layout.world, self.message_nbytes, self.nbytes, [*pieces]
+        )
 
     def change_indices(self, indices: Indices | None) -> None:
         """Take the index from others, of the current stream; None if none can be made. For a group that changes streams."""
-        if isinstance(self._split, _Rearrangement):
-            index = None if indices is None else self._index(indices)
-            self._split = None if index is None else self._split.with_index(index)
+        if self._cells is not None:
+            self._copy = self._in_pieces
+            if indices is not None:
+                self._copy = by_cells(*self._cells, self._index(indices))
 
     def _full_alias(self, segment: int) -> Tensor:
         """Another alias of a segment's one parameter: writing to `params` would raise their versions."""
@@ -469,23 +478,6 @@ class GatherBuffer:
             )
             self.inputs.append(buffer.view(torch.uint8, own, (piece_bytes,)))
 
-    @property
-    def packed_nbytes(self) -> int:
-        """Bytes of one rank's message in a packed gather."""
-        return self._packing.nbytes
-
-    def shard_in(self, rows: Tensor) -> FlatShard:
-        """This rank's pieces in ``rows``, bytes of shape (world, `packed_nbytes`)."""
-        each = [pieces[self._rank] for pieces in self._pieces_in(rows)]
-        one_dtype = len(set(self._dtypes)) == 1 and rows.numel() > 0
-        return FlatShard(each, rows[self._rank].view(self._dtypes[0]) if one_dtype else None)
-
-    def copy_out_of(self, rows: Tensor) -> None:
-        """Distribute a packed gather that went into somebody else's memory: a comm object's."""
-        self.allocate_params()
-        torch._foreach_copy_(self._targets, self._packed_sources(rows))
-        self._staging.release()
-
     def _pieces_in(self, rows: Tensor) -> list[Tensor]:
         pieces = []
         for segment, dtype, start in zip(
@@ -497,7 +489,6 @@ class GatherBuffer:
         return pieces
 
     def _packed_targets(self) -> list[Tensor]:
-        """Parts of the full parameters, parallel to `_packed_sources`."""
         layout, targets = self._layout, list[Tensor]()
         for index, segment in enumerate(layout.segments):
             if _is_zero_copy(layout, index):
@@ -518,6 +509,22 @@ class GatherBuffer:
                 sources.append(pieces[rank, : held.numel].view(held.shape))
         return sources
 
+    # --- in memory of a transport -----------------------------------------------------------------
+
+    def shard_in(self, rows: Tensor) -> FlatShard:
+        """This rank's pieces in ``rows``, bytes of shape (world, `message_nbytes`)."""
+        each = [pieces[self._rank] for pieces in self._pieces_in(rows)]
+        one_dtype = len(set(self._dtypes)) == 1 and rows.numel() > 0
+        return FlatShard(each, rows[self._rank].view(self._dtypes[0]) if one_dtype else None)
+
+    def copy_out_of(self, rows: Tensor) -> None:
+        """Distribute a message that was gathered in memory of a transport."""
+        self.allocate_params()
+        torch._foreach_copy_(self._targets, self._packed_sources(rows))
+        self._staging.release()
+
+    # --- in every step ----------------------------------------------------------------------------
+
     def allocate(self) -> None:
         """Take memory to gather into, on the current stream (the all-gather stream)."""
         if not self.packed:
@@ -525,7 +532,7 @@ class GatherBuffer:
         if self._staging.nbytes:
             self._staging.allocate()
 
-    def fill(self, source: FlatShard | UploadBuffer) -> None:
+    def fill(self, source: Source) -> None:
         """Take memory to gather into and copy this rank's shard to it, on the current stream."""
         self.allocate()
         source.copy_into(self.own_shard)
@@ -546,47 +553,19 @@ class GatherBuffer:
         if self.packed and not present:
             full.allocate()
         assert self.packed or present or not full.nbytes, "there must be memory to copy to"
-        if self._split is not None:
-            self._split()
+        if self._copy is not None:
+            self._copy()
             self._staging.release()
-        elif self._copy_out[0]:
-            torch._foreach_copy_(*self._copy_out)
-            self._staging.release()
+
+    def release_staging(self) -> None:
+        """Give the memory of messages back; a codec has decoded them."""
+        self._staging.release()
 
     def release(self) -> None:
         """Give the memory back."""
         self.full.release()
         if self._staging.storage.nbytes():  # the gather was not finished
             self._staging.release()
-
-
-class _Split:
-    """Cuts rows into parts: one kernel on accelerators, where copies of parts would take one each."""
-
-    def __init__(self, rows: Tensor, parts: list[Tensor]) -> None:
-        """Cut ``rows``, of shape (ranks, n), along their length into ``parts``, each of shape (ranks, part of n)."""
-        self._rows, self._parts = rows, parts
-        self._sizes = [part.shape[1] for part in parts]
-
-    def __call__(self) -> None:
-        """Copy, on the current stream."""
-        torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._parts)
-
-
-class _Rearrangement:
-    """Brings cells of equal size to their places: one kernel, whatever number of parts they make up."""
-
-    def __init__(self, source: Tensor, target: Tensor, index: Tensor) -> None:
-        """Cell i of ``target`` is cell ``index[i]`` of ``source``."""
-        self._source, self._target, self._index = source, target, index
-
-    def with_index(self, index: Tensor) -> _Rearrangement:
-        """Return the same with another tensor as its index."""
-        return _Rearrangement(self._source, self._target, index)
-
-    def __call__(self) -> None:
-        """Copy, on the current stream."""
-        torch.index_select(self._source, 0, self._index, out=self._target)
 
 
 def _is_zero_copy(layout: Layout, segment: int) -> bool:

@@ -1,16 +1,20 @@
-"""The input of a group's reduce-scatter: how gradients lie in it, and how its output is divided.
+"""The input of a group's reductions: how gradients lie in it, and how its output is divided.
 
     segment after segment   | weight: rank 0, rank 1, .. | bias: rank 0, rank 1, .. |     one message per segment
-    rank after rank         | rank 0: weight, bias | rank 1: weight, bias | ..            one message
+    row after row           | rank 0: weight, bias | rank 1: weight, bias | ..            one message, a row per rank
 
-Gradients are copied here, to be cast, so both cost the same copy; only those of linear layers may be written here by
-backward itself (`engine.fused_linear`), segment after segment, where each is one piece. Segment after segment,
-the copy of all is one kernel on an accelerator, whose backends take many messages in one call. Rank
-after rank is for backends that carry each message by itself, and for exchanges (`reduce_scatter`,
-[Note: narrow on the wire]), which no backend coalesces.
+`arrangement` decides how gradients lie: in one of three orders, and in two ways that come on top:
 
-This file is arithmetic and views. It calls no collective and knows no stream; `gradient_reducer` fills
-a buffer once per reduction, on the compute stream, or lets `reduce_scatter` do it on its own.
+| gradients lie | when | filled by | read by | memory goes back | test |
+|---|---|---|---|---|---|
+| SEGMENTS | the rule: a backend takes many messages in a call, one kernel copies all gradients | compute; small ones of a captured step by the reduce-scatter stream | reduce-scatter | when compute has waited for the read | `gradients_lie_segment_after_segment` |
+| ROWS | on the CPU, where each message of a call is sent by itself; for a `wire_dtype` if pieces are small, as no backend coalesces exchanges | compute, cut by rank | reduce-scatter, exchange | as above | `gradients_lie_row_after_row` |
+| FLAT | segments of the wrapper, each row after row by itself; all of them always travel | as SEGMENTS | reduce-scatter, exchange | as above | `gradients_lie_flat` |
+| staged | besides, for a transport that is not in place: a comm object | compute copies messages once more, row after row | the transport | as above; the transport's is released after it | `gradients_are_staged` |
+| written | besides, with `fuse_gradients`, and then not as ROWS, since a product is one piece | backward; compute adds other gradients | as above | as above; taken at the first product | `gradients_are_written_by_backward` |
+
+This file is arithmetic and views. It calls no collective and knows no stream, and a step reads what it has planned:
+`reduction` fills a buffer once per reduction.
 
 [Note: one sum for all copies]
 Every rank holds a copy of a 0-d parameter, and needs the same gradient to the last bit. A reduce-scatter of copies
@@ -32,7 +36,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -46,6 +52,7 @@ from fullshard.layout.segments import (
     Slot,
     block_offsets,
     contiguous_strides,
+    has_large_pieces,
     shard_offsets,
 )
 from fullshard.storage.buffers import Buffer, rank_chunks, staged_chunks
@@ -59,86 +66,105 @@ class OutputView(NamedTuple):
     start: int
 
 
+Cut = Sequence[OutputView] | Callable[[Tensor], list[Tensor]] | None
+"""How a gradient is cut: views of it, if it is contiguous, or a function that returns them; None for not at all."""
+
+
+class Order(Enum):
+    """In which order gradients lie in a reduce buffer."""
+
+    SEGMENTS = "segment after segment"
+    ROWS = "row after row"
+    FLAT = "flat"
+
+
+class Arrangement(NamedTuple):
+    """How the gradients of a group lie until they are sent: see the table above."""
+
+    order: Order
+    is_staged: bool
+    """Whether they are copied once more, into memory of a transport."""
+    is_written: bool
+    """Whether backward may write them."""
+
+
+def arrangement(
+    layout: Layout,
+    device: torch.device,
+    *,
+    wire_dtype: torch.dtype | None,
+    is_written: bool,
+    is_staged: bool,
+) -> Arrangement:
+    """Decide how gradients lie on ``device``: see the table above."""
+    if any(slot.division is Division.FLAT for slot in layout.slots):
+        order = Order.FLAT
+    elif wire_dtype is not None:
+        large = has_large_pieces(layout, [wire_dtype] * len(layout.slots))
+        order = Order.SEGMENTS if large else Order.ROWS
+    else:
+        order = Order.ROWS if device.type == "cpu" and not is_written else Order.SEGMENTS
+    return Arrangement(order, is_staged, is_written)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
 class ReduceBucket:
     """Segments that are reduced together: in the same dtypes of the messages, of the sum and of the result.
 
-    Made once for each set of parameters that have gradients, and kept with its buffer. What a step reads are
-    plain attributes.
+    Made once for each set of parameters that have gradients, and kept with its buffer.
     """
 
-    def __init__(
-        self,
-        *,
-        kind: tuple[torch.dtype, torch.dtype],
-        exchanged: bool,
-        numel: int,
-        messages: Sequence[Tensor],
-        ranges: Sequence[tuple[int, int]],
-        joined: bool,
-        params: Sequence[int],
-        gradients: Sequence[OutputView],
-        unfilled: Sequence[Tensor],
-        contributions: Mapping[int, tuple[int, int]],
-    ) -> None:
-        """Plan a bucket.
+    reduce_dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    numel: int
+    """Elements of the reduce output."""
+    messages: list[Tensor]
+    """Views of the buffer, flat. If they do not lie so, (world, elements for a rank) each."""
+    inputs: tuple[Tensor, ...] = field(init=False)
+    """What the collective reads, rank after rank; empty if it must be copied first (`join_messages`)."""
+    shaped_inputs: Sequence[Tensor]
+    """The same in the shapes of parameters, each reduced into one of `gradients`; empty if they cannot be."""
+    ranges: Sequence[tuple[int, int]]
+    """Per segment, start and length of what its message brings to the reduce output."""
+    output_ranges: Sequence[tuple[int, int]]
+    """... of what each of the inputs brings."""
+    is_whole: bool = field(init=False)
+    """Whether one input brings all."""
+    params: tuple[int, ...]
+    """Parameters that get a gradient; of a segment that gets one gradient, its first."""
+    gradients: Sequence[OutputView]
+    """Parallel to `params`, where each gradient lies in the reduce output."""
+    unsummed: Sequence[OutputView] = field(init=False)
+    """The same before `sum_copies`: of 0-d parameters, all contributions."""
+    unfilled: Sequence[Tensor]
+    """Parts of the messages that belong to parameters without a gradient: zeroed, since a message is sent as a whole."""
+    contributions: Mapping[int, tuple[int, int]]
+    """Of 0-d parameters, start and number of all ranks' contributions in the reduce output."""
+    has_copies: bool = field(init=False)
+    """Whether `sum_copies` has anything to do."""
+    _sums: list[tuple[int, int, int]] = field(init=False)
+    """For 0-d parameters: where the gradient goes, and start and number of the contributions to it."""
+    _cuts: _Cuts = field(init=False)
 
-        Args:
-            kind: Dtypes of the sum and of the result.
-            exchanged: Whether messages are in a narrower dtype than the sum, which each receiver makes itself.
-            numel: Elements of the reduce output.
-            messages: Views of the buffer, flat. If they do not lie so, (world, elements for a rank) each.
-            ranges: Per segment, start and length of what its message brings to the reduce output.
-            joined: Whether all segments travel in one message.
-            params: Parameters that get a gradient; of a segment that gets one gradient, its first.
-            gradients: Parallel to ``params``, where each gradient lies in the reduce output.
-            unfilled: Parts of the messages that belong to parameters without a gradient.
-            contributions: Of 0-d parameters, start and number of all ranks' contributions in the reduce output.
-        """
-        self.reduce_dtype, self.gradient_dtype = kind
-        self.exchanged, self.numel = exchanged, numel
-        lie_flat = messages[0].ndim == 1
-        self.inputs: tuple[Tensor, ...] = tuple(messages) if lie_flat else ()
-        """What the collective reads, rank after rank; empty if it must be copied first (`join_messages`)."""
-        self.shaped_inputs: tuple[Tensor, ...] = ()
-        """The same in the shapes of parameters, each reduced into one of `gradients`; set by `ReduceBuffer`, if at all."""
-        self._messages = tuple(messages)
-        self.ranges = tuple(ranges)
-        self.output_ranges = ((0, numel),) if joined else self.ranges
-        """Start and length of what each of the inputs brings to the reduce output."""
-        self._cuts = _cuts(self.output_ranges, numel)
-        self._is_whole = self.output_ranges == ((0, numel),)
-        self.params = tuple(params)
-        self.gradients = tuple(gradients)
-        self.unfilled = tuple(unfilled)
-        """Ranges that must be zeroed, since a message is sent as a whole."""
-        self._sums = [
-            (view.start, *contributions[param])
-            for param, view in zip(params, gradients, strict=True)
-            if param in contributions
-        ]
-        """For 0-d parameters: where the gradient goes, and start and number of the contributions to it."""
+    def __post_init__(self) -> None:
+        self.inputs = tuple(self.messages) if self.messages[0].ndim == 1 else ()
+        self.is_whole = self.output_ranges == [(0, self.numel)]
+        self._cuts = _cuts(self.output_ranges, self.numel)
+        brought = list(zip(self.gradients, map(self.contributions.get, self.params), strict=True))
+        self.unsummed = [OutputView((c[1],), (1,), c[0]) if c else view for view, c in brought]
+        self._sums = [(view.start, *c) for view, c in brought if c]
         self.has_copies = bool(self._sums)
-        """Whether `sum_copies` has anything to do."""
-        self.unsummed = tuple(
-            OutputView((contributions[param][1],), (1,), contributions[param][0])
-            if param in contributions
-            else view
-            for param, view in zip(params, gradients, strict=True)
-        )
-        """The gradients before `sum_copies`: of 0-d parameters, all contributions."""
 
     def outputs_in(self, reduced: Tensor) -> list[Tensor]:
         """Return the parts of the reduce output that the inputs are reduced into."""
-        if self._is_whole:
-            return [reduced]
         # One call: a view for each would take the host twice as long.
         parts = torch.unsafe_split_with_sizes(reduced, self._cuts.lengths)
         return [parts[place] for place in self._cuts.places]
 
     def join_messages(self) -> Tensor:
         """Copy messages that do not lie flat into one input, rank after rank, with zeros in the gaps."""
-        rows = self._messages[0].new_zeros(len(self._messages[0]), self.numel)
-        torch._foreach_copy_([rows.narrow(1, *each) for each in self.ranges], self._messages)
+        rows = self.messages[0].new_zeros(len(self.messages[0]), self.numel)
+        torch._foreach_copy_([rows.narrow(1, *each) for each in self.ranges], self.messages)
         return rows.view(-1)
 
     def zero_gaps(self, reduced: Tensor) -> None:
@@ -202,7 +228,7 @@ class _Row(NamedTuple):
 class ReduceBuffer(Buffer):
     """The unsharded gradients of a group's trainable parameters, in the dtype in which they travel.
 
-    Lives until dtypes or trainable parameters change. Its memory lives from `fill`, or from the first gradient that
+    Lives until dtypes or trainable parameters change. Its memory lives from the first copy, or from the first gradient that
     backward writes, until the reduce-scatter has read it.
     """
 
@@ -257,15 +283,16 @@ class ReduceBuffer(Buffer):
         self._row_starts: dict[tuple[torch.dtype, torch.dtype], int] = {}
         """Per kind of segments, bytes before all, if they lie rank after rank."""
         super().__init__(self._arrange(), device)
-        self._buckets: dict[frozenset[int], tuple[ReduceBucket, ...]] = {}
-        """By the parameters that have gradients: few sets, as backward uses the same ones in most steps."""
+        self.planned: dict[frozenset[int], tuple[ReduceBucket, ...]] = {}
+        """`buckets` by the parameters that have gradients: few sets, as backward uses the same ones in most steps."""
         self.targets = {param: self._target(param) for param in params}
         """Per parameter, the views that its gradient is copied to."""
-        self._splits = {param: self._split(param) for param in params}
-        """Per parameter, a function that splits its gradient to match its targets; None if there is nothing to split."""
-        self._one_for_each: dict[tuple[int, ...], list[Tensor]] = {}  # see `_targets_of`
-        self._below_autograd = torch_border.below_autograd()  # made once: that takes longest
-        self._pads = [pad for segment in self._kinds for pad in self._padding(segment)]
+        self.copies: dict[tuple[int, ...], tuple[list[Tensor], list[Cut]]] = {}
+        """`plan_copy` by the parameters that have gradients."""
+        self.below_autograd = torch_border.below_autograd()
+        """Made once, which takes longer than to enter it. Never entered twice: only operators and collectives run within."""
+        self.pads = [pad for segment in self._kinds for pad in self._padding(segment)]
+        """What no gradient ever fills, though it is sent."""
 
     def _arrange(self) -> int:
         """Give every segment its offset, and return the bytes of all."""
@@ -357,125 +384,39 @@ class ReduceBuffer(Buffer):
         (target,) = self.targets[param]
         return target
 
-    def _split(self, param: int) -> Callable[[Tensor], list[Tensor]] | None:
+    def plan_copy(self, params: tuple[int, ...]) -> tuple[list[Tensor], list[Cut]]:
+        """Return where gradients of parameters go, and how each is cut to match; no cuts if there is nothing to cut."""
+        cuts = [self._cut(param) for param in params]
+        targets = [target for param in params for target in self.targets[param]]
+        self.copies[params] = targets, cuts if any(cuts) else []
+        return self.copies[params]
+
+    def _cut(self, param: int) -> Cut:
         division, layout = self.layout.slots[param].division, self.layout
         if division is Division.CHUNKS:
             return functools.partial(rank_chunks, layout, param)
         if division is Division.REPLICATED:
-            return lambda gradient: [gradient.expand(layout.world)]
+            return [OutputView((layout.world,), (0,), 0)]
         if not self.rank_major:
             return None
         shapes = [tuple(target.shape) for target in self.targets[param]]
         starts = itertools.accumulate((math.prod(shape) for shape in shapes), initial=0)
-        views = [
-            (shape, contiguous_strides(shape), start)
+        return [
+            OutputView(shape, contiguous_strides(shape), start)
             for shape, start in zip(shapes, starts, strict=False)
         ]
 
-        def split(gradient: Tensor) -> list[Tensor]:
-            flat = gradient if gradient.is_contiguous() else gradient.contiguous()
-            begin = flat.storage_offset()
-            if not begin:
-                return [*itertools.starmap(flat.as_strided, views)]
-            return [
-                flat.as_strided(shape, strides, begin + start) for shape, strides, start in views
-            ]
-
-        return split
-
     # --- each reduction ---------------------------------------------------------------------------
-
-    def fill(
-        self,
-        gradients: Mapping[int, Tensor],
-        zeros: Collection[int] = (),
-        *,
-        written: Set[int] = frozenset(),
-    ) -> tuple[ReduceBucket, ...]:
-        """Take memory, copy gradients of parameters into it, and return the buckets to reduce.
-
-        Parameters ``zeros`` have no gradient and take part as zeros. If backward has ``written`` gradients into their
-        slots, memory has been taken before, and what else these parameters have is added. On the compute stream,
-        which has computed the gradients.
-        """
-        buckets = self.take_memory(gradients, zeros, written=written)
-        self.copy_in(gradients, zeros, buckets, written=written)
-        return buckets
-
-    def take_memory(
-        self, gradients: Mapping[int, Tensor], zeros: Collection[int], *, written: Set[int]
-    ) -> tuple[ReduceBucket, ...]:
-        """Take memory, unless that has been done, and return the buckets to reduce; `copy_in` comes next."""
-        if not written:
-            self.allocate()
-        used = frozenset((*gradients, *zeros, *written))
-        return self._buckets.get(used) or self.buckets(used)
-
-    def copy_in(
-        self,
-        gradients: Mapping[int, Tensor],
-        zeros: Collection[int],
-        buckets: Sequence[ReduceBucket],
-        *,
-        written: Set[int],
-    ) -> None:
-        """Copy gradients into memory that was taken, on the current stream: one fused cast-copy for all of them."""
-        if again := written and written & gradients.keys():
-            for param in again:
-                self.slot(param).add_(gradients[param])
-            gradients = {i: gradient for i, gradient in gradients.items() if i not in again}
-        if gradients:
-            key = tuple(gradients)
-            targets = self._one_for_each.get(key)
-            if targets is None:
-                targets = self._one_for_each[key] = self._targets_of(key)
-            with self._below_autograd:
-                if targets:
-                    torch._foreach_copy_(targets, [*gradients.values()])
-                else:
-                    self._copy_split(gradients)
-        unfilled: list[Tensor] = []
-        for param in zeros:
-            unfilled += self.targets[param]
-        for bucket in buckets:
-            unfilled += bucket.unfilled
-        if unfilled:
-            torch._foreach_zero_(unfilled)
-
-    def _targets_of(self, params: Sequence[int]) -> list[Tensor]:
-        """Return where gradients of parameters go, one target for each; empty if one has to be split."""
-        if any(self._splits[param] is not None for param in params):
-            return []
-        return [self.slot(param) for param in params]
-
-    def _copy_split(self, gradients: Mapping[int, Tensor]) -> None:
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for param, gradient in gradients.items():
-            targets += self.targets[param]
-            split = self._splits[param]
-            sources += [gradient] if split is None else split(gradient)
-        torch._foreach_copy_(targets, sources)
-
-    def allocate(self) -> None:
-        """Take memory on the current stream (the compute stream) and zero the padding.
-
-        Each time, since the memory may be other memory than before and hold anything. Padding is reduced with the
-        gradients, and users' hooks see it.
-        """
-        super().allocate()
-        if self._pads:
-            torch._foreach_zero_(self._pads)
 
     def buckets(self, used: frozenset[int]) -> tuple[ReduceBucket, ...]:
         """Return the buckets with the segments of parameters ``used``; planned once for each such set."""
-        if used not in self._buckets:
+        if used not in self.planned:
             segments = {self.layout.slots[param].segment for param in used}
             if self._always_whole:
                 segments = set(self._kinds)
             kinds = dict.fromkeys(kind for i, kind in self._kinds.items() if i in segments)
-            self._buckets[used] = tuple(self._bucket(kind, segments, used) for kind in kinds)
-        return self._buckets[used]
+            self.planned[used] = tuple(self._bucket(kind, segments, used) for kind in kinds)
+        return self.planned[used]
 
     def _bucket(
         self, kind: tuple[torch.dtype, torch.dtype], segments: set[int], used: frozenset[int]
@@ -511,14 +452,15 @@ class ReduceBuffer(Buffer):
         elif self.rank_major:
             messages = [tensor.view(layout.world, -1) for tensor in messages]
         ranges = {index: (row.arrivals[index], self._message_numel(index)) for index in chosen}
-        bucket = ReduceBucket(
-            kind=kind,
-            exchanged=self._wire_dtype is not None,
+        return ReduceBucket(
+            reduce_dtype=kind[0],
+            gradient_dtype=kind[1],
             numel=row.numel,
             messages=messages,
+            shaped_inputs=self._shaped(chosen),
             ranges=list(ranges.values()),
-            joined=self.rank_major,
-            params=params,
+            output_ranges=[(0, row.numel)] if self.rank_major else list(ranges.values()),
+            params=tuple(params),
             gradients=gradients,
             unfilled=unfilled,
             contributions={
@@ -526,8 +468,6 @@ class ReduceBuffer(Buffer):
                 for index in filter(self._is_copied, chosen)
             },
         )
-        bucket.shaped_inputs = tuple(self._shaped(chosen))
-        return bucket
 
     def _shaped(self, segments: Sequence[int]) -> list[Tensor]:
         """Return the messages of segments in the shapes of their parameters, if all consist of one gradient each."""

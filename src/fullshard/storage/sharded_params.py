@@ -28,12 +28,6 @@ from fullshard.errors import ConfigurationError
 from fullshard.layout.placement import ParamPlacement, local_tensor
 from fullshard.storage.buffers import in_memory_order
 
-# Looked up once, as they are used for every parameter in every step.
-_tensor_hooks = torch_border.tensor_hooks
-_post_accumulate_grad_hooks = torch_border.post_accumulate_grad_hooks
-_IN_BACKWARD_OPTIMIZERS = torch_border.IN_BACKWARD_OPTIMIZERS
-_dtensor, _spec_of = torch_border.dtensor, torch_border.spec_of
-
 GROUP_MARK = "_fullshard_group"
 """Attribute of a parameter that belongs to a group, on the sharded parameter and on the original it replaced."""
 _REPLACED_MARK = "_fullshard_replaced"
@@ -598,25 +592,6 @@ def replaced_name(param: Tensor) -> str | None:
 def mark_unsharded(tensor: Tensor, name: str) -> None:
     """Let `unsharded_name` know an unsharded parameter."""
     setattr(tensor, _UNSHARDED_MARK, name)
-
-
-def accumulate_gradients(
-    sharded_params: Sequence[ShardedParam], gradients: Sequence[Tensor]
-) -> None:
-    """Accumulate a reduced gradient into `.grad` of each sharded parameter."""
-    in_dtensors = type(sharded_params[0]) is DTensorShardedParam  # those of a group are of one kind
-    for sharded_param, gradient in zip(sharded_params, gradients, strict=True):
-        param = sharded_param.param
-        if (
-            in_dtensors
-            and param.grad is None
-            and not _tensor_hooks(param)
-            and not _post_accumulate_grad_hooks(param)
-            and _IN_BACKWARD_OPTIMIZERS not in param.__dict__
-        ):
-            param.grad = _dtensor(gradient, _spec_of(param))  # as in most steps: without a call
-        else:
-            sharded_param.accumulate_gradient(gradient)
 
 
 def restore_gradients(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:

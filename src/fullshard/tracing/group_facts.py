@@ -93,11 +93,11 @@ def _uppermost(module: nn.Module, path: str) -> Iterator[tuple[str, FSDPState]]:
 
 def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupFacts:
     group.notice_replacements()
-    layout, axes, reducer = group.layout, group.mesh_info, group.reducer
-    gathers, reduces = group.all_gathers.traffic(), reducer.traffic()
+    layout, axes, reduction = group.layout, group.mesh_info, group.reduction
+    gathers, reduces = group.routes.traffic(), reduction.traffic()
     reduce_dtypes = {
         dtype
-        for param, dtype in zip(group.params, reducer.reduce_dtypes, strict=True)
+        for param, dtype in zip(group.params, reduction.dtypes.reduce, strict=True)
         if param.trainable
     }
     numels = [slot.numel for slot in layout.slots]
@@ -116,9 +116,9 @@ def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupF
         reduce_bytes=reduces.sent,
         all_reduce_bytes=reduces.all_reduced,
         param_dtype=_names({param.dtype for param in group.params}),
-        compute_dtype=_names({*group.all_gathers.compute_dtypes}),
+        compute_dtype=_names({*group.routes.compute_dtypes}),
         reduce_dtype=_names(reduce_dtypes),
-        wire_dtype=_names({reducer.wire_dtype or dtype for dtype in reduce_dtypes}),
+        wire_dtype=_names({reduction.dtypes.wire or dtype for dtype in reduce_dtypes}),
         world=axes.shard_mesh_size,
         replicas=axes.replicate_mesh_size,
         trained_share=trained / (sum(numels) or 1),

@@ -88,7 +88,7 @@ class StepObserver:
         """The sharded gradients of a group have been issued; they are final behind ``event``, None for a host without streams."""
 
     def gathered_aside(self, group: Any) -> None:
-        """A group is gathered for another reason than a step."""
+        """A group is gathered for another reason than a step: by `unshard` of the user, or to show full parameters."""
 
     # --- memory -------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,15 @@ class Staged(Transport):
         super().__init__(group, device)
         self.comm = comm
         self.recycles, self.capturable = comm.recycles, comm.capturable
+
+    @property
+    def identity(self) -> Any:
+        """The comm object."""
+        return self.comm
+
+    def over(self, group: ProcessGroup) -> Transport:
+        """Return the same with the comm object for another group."""
+        return Staged(self.comm.moved_to(group), group, self.device)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory of the comm object."""

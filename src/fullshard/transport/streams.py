@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from fullshard import torch_border
-from fullshard.storage.buffers import Indices
+from fullshard.storage.copy_out import Indices
 from fullshard.transport.observer import Observers, StepObserver
 
 
@@ -40,7 +40,7 @@ class Event(Protocol):
 
 
 class InFlight(Protocol):
-    """A reduction that has been issued and is not finished: `reduce_scatter.ReduceScatterState`.
+    """A reduction that has been issued and is not finished: `reduction.ReductionInFlight`.
 
     Both methods are called on the compute stream, `finish_input` first.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,15 @@ class Transport(ABC):
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
+
+    @property
+    def identity(self) -> Any:
+        """What tells it from others of the user's choice, and names it by its class."""
+        return self
+
+    def over(self, group: ProcessGroup) -> Transport:
+        """Return the same way between the ranks of another group."""
+        return type(self)(group, self.device)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for a message, on the stream that fills it."""

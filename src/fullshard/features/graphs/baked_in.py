@@ -84,10 +84,10 @@ def _memory_of(group: FSDPParamGroup) -> tuple[Any, ...]:
 
 
 def _settings_of(group: FSDPParamGroup) -> tuple[Any, ...]:
-    gathers = group.all_gathers
+    gathers = group.routes
     return (
         group.mp_policy,
-        group.reducer.settings,
+        group.reduction.settings,
         gathers.custom,
         gathers.post_forward is not None,
         gathers.keeps_memory,

@@ -1,12 +1,13 @@
-"""One group's all-gather, from each of its sources: every rank has the full parameters, bit for bit.
+"""One group's gather, from each of its sources: every rank has the full parameters, bit for bit.
 
 Ranks are threads. No model, no API.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard.layout.segments
+from benchmarks.stream_settings import checked
+from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.divergence.journal import tag
-from fullshard.engine.all_gather import GroupAllGather, Messages, UnshardedInPlace, all_gather_full
+from fullshard.engine.full_params import all_gather_full
+from fullshard.engine.gather import Gather
+from fullshard.engine.known_groups import groups_of
+from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.route import Route
 from fullshard.engine.sharded_state import ShardedState
-from fullshard.layout.segments import Layout, flat_layout, per_row_layout
+from fullshard.engine.state import state_of
+from fullshard.layout.segments import Layout, flat_layout, gathers_in_place, per_row_layout
 from fullshard.storage.buffers import FlatShard, ShardBuffer, UploadBuffer, shard_of
+from fullshard.storage.codecs import Cast, Codec, Plain
 from fullshard.torch_border import below_autograd
 from fullshard.transport.comm_objects import DefaultAllGather
+from fullshard.transport.observer import StepObserver
+from fullshard.transport.staged import Staged
+from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.transports import Coalesced, Transport
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
 from tests.helpers.param_groups import make_group
@@ -60,28 +73,87 @@ def shards_of(params: Sequence[Tensor], rank: int) -> ShardBuffer:
     return shards
 
 
+class Beside:
+    """Messages that travel in the call of a group's own."""
+
+    received_bytes = held_bytes = 0
+
+    def __init__(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        self._messages = outputs, inputs
+        self.decoded = 0
+
+    def encode(self) -> tuple[list[Tensor], list[Tensor]]:
+        return self._messages
+
+    def decode(self) -> None:
+        self.decoded += 1
+
+    def release(self) -> None:
+        """Nothing was taken."""
+
+
+class Alone:
+    """The gather of one route, in no group."""
+
+    def __init__(
+        self, codec: Codec, transport: Transport | None, beside: Beside | None = None
+    ) -> None:
+        self.codec = codec
+        route = Route(codec, transport, beside)  # type: ignore[arg-type]
+        self.routes: Any = SimpleNamespace(
+            from_shards=route,
+            post_forward=None,
+            beside=beside,
+            keeps_memory=False,
+            connect=lambda context: None,
+        )
+        self.gather = Gather(self.routes)
+        self.context = FSDPCommContext(CPU)
+        self.gather.connect(self.context)
+
+    def start(self) -> None:
+        self.gather.start(self.context, "group", tag("all-gather"), kept=False)
+
+    def finish(self) -> None:
+        self.gather.finish(self.context, "group")
+
+    def run(self) -> None:
+        self.start()
+        self.finish()
+
+    @property
+    def held_bytes(self) -> int:
+        return self.gather.held_bytes
+
+    def release(self) -> None:
+        self.gather.release(self.context)
+
+
 def make(
-    shards: ShardBuffer, source: str, dtype: torch.dtype, custom: DefaultAllGather | None = None
-) -> tuple[GroupAllGather, FlatShard | UploadBuffer]:
+    shards: ShardBuffer,
+    source: str,
+    dtype: torch.dtype,
+    custom: DefaultAllGather | None = None,
+    beside: Beside | None = None,
+) -> tuple[Alone, FlatShard | UploadBuffer]:
     made = UploadBuffer(shards, CPU) if source == "upload" else shards.flat_shard
-    dtypes = [dtype] * len(SHAPES)
-    group = dist.group.WORLD
-    return GroupAllGather(made, layout(), dist.get_rank(), group, dtypes, CPU, custom), made
-
-
-def run(all_gather: GroupAllGather, extra: Messages | None = None) -> None:
-    all_gather.finish(all_gather.start(extra, tag("all-gather"), async_op=True, observed=None))
+    dtypes, group = [dtype] * len(SHAPES), dist.group.WORLD
+    assert group is not None
+    transport = Coalesced(group, CPU) if custom is None else Staged(custom, group, CPU)
+    packed = not transport.in_place or not gathers_in_place(layout(), dtypes)
+    codec = Cast(made, layout(), dist.get_rank(), dtypes, CPU, packed=packed)
+    return Alone(codec, transport, beside), made
 
 
 def gathers_twice(source: str, dtype: torch.dtype) -> None:
     full = full_params()
     shards = shards_of(full, dist.get_rank())
-    all_gather, made = make(shards, source, dtype)
+    alone, made = make(shards, source, dtype)
     for factor in (1, 2):  # the source is read anew by every gather
-        run(all_gather)
-        assert_equal(all_gather.params, [(param * factor).to(dtype) for param in full])
-        all_gather.release()
-        assert all_gather.held_bytes == 0
+        alone.run()
+        assert_equal(list(alone.codec.params), [(param * factor).to(dtype) for param in full])
+        alone.release()
+        assert alone.held_bytes == 0
         for local in shards.locals:
             local.mul_(2)
     if isinstance(made, UploadBuffer):
@@ -119,20 +191,21 @@ class Counting(DefaultAllGather):
 
 
 def with_a_comm_object(source: str) -> None:
-    comm = Counting()
-    all_gather, _ = make(shards_of(full_params(), dist.get_rank()), source, torch.float32, comm)
-    run(all_gather)
-    all_gather.release()
-    assert all_gather.held_bytes == comm.balance == 0 and comm.calls == 1
+    comm, shards = Counting(), shards_of(full_params(), dist.get_rank())
+    alone, _ = make(shards, source, torch.float32, comm)
+    alone.run()
+    alone.release()
+    assert alone.held_bytes == comm.balance == 0 and comm.calls == 1
     staged = torch.zeros(3 * WORLD, dtype=torch.uint8)
-    extra = Messages([staged], [torch.full((3,), dist.get_rank(), dtype=torch.uint8)])
-    state = all_gather.start(extra, tag("all-gather"), async_op=True, observed=None)
-    assert all_gather.held_bytes == comm.balance > 0, (
-        "it is staged in memory of the comm object only"
-    )
-    all_gather.finish(state, None)
+    beside = Beside([staged], [torch.full((3,), dist.get_rank(), dtype=torch.uint8)])
+    alone, _ = make(shards, source, torch.float32, comm, beside)
+    alone.codec.release()
+    alone.start()
+    assert alone.held_bytes - comm.balance == 0 < comm.balance, "staged in its memory only"
+    alone.finish()
     assert comm.balance == 0 and comm.calls == 3, "an extra message is a call of its own"
-    assert_equal(all_gather.params, full_params())
+    assert beside.decoded == 1
+    assert_equal(list(alone.codec.params), full_params())
     assert staged.tolist() == [rank for rank in range(WORLD) for _ in range(3)]
 
 
@@ -142,14 +215,14 @@ def test_a_comm_object_gathers_in_its_own_memory_and_gets_it_back(source: str) -
 
 
 def messages_beside_the_buffer() -> int:
-    all_gather, _ = make(shards_of(full_params(), dist.get_rank()), "shards", torch.float32)
     gathered = torch.zeros(2 * WORLD, dtype=torch.uint8)
-    extra = Messages([gathered], [torch.full((2,), dist.get_rank() + 7, dtype=torch.uint8)])
-    run(all_gather, extra)
-    assert_equal(all_gather.params, full_params())
+    beside = Beside([gathered], [torch.full((2,), dist.get_rank() + 7, dtype=torch.uint8)])
+    shards = shards_of(full_params(), dist.get_rank())
+    alone, _ = make(shards, "shards", torch.float32, beside=beside)
+    alone.run()
+    assert_equal(list(alone.codec.params), full_params())
     assert gathered.tolist() == [rank + 7 for rank in range(WORLD) for _ in range(2)]
-    assert extra.received_bytes == 2 * (WORLD - 1)
-    return all_gather.received_bytes
+    return alone.codec.received_bytes
 
 
 def test_messages_travel_beside_the_buffer_and_bytes_are_those_of_other_ranks() -> None:
@@ -162,33 +235,30 @@ def test_messages_travel_beside_the_buffer_and_bytes_are_those_of_other_ranks() 
 def test_one_rank_alone_computes_with_its_shards() -> None:
     shapes = [(3, 2), (4,)]
     shards = ShardBuffer(per_row_layout(shapes, world=1), 0, [torch.float32] * 2, CPU)
-    in_place = UnshardedInPlace(shards)
-    message = Messages([torch.zeros(1, dtype=torch.uint8)], [torch.ones(1, dtype=torch.uint8)])
-    in_place.finish(in_place.start(message, tag("all-gather"), async_op=True, observed=None))
+    gathered = torch.zeros(1, dtype=torch.uint8)
+    alone = Alone(Plain(shards), None, Beside([gathered], [torch.ones(1, dtype=torch.uint8)]))
+    alone.run()
     shards.locals[0].fill_(5)
-    in_place.release()
-    assert [tuple(param.shape) for param in in_place.params] == shapes
-    assert bool((in_place.params[0] == 5).all()) and in_place.held_bytes == 0
-    assert message.outputs[0].tolist() == [1]
+    alone.release()
+    params = alone.codec.params
+    assert [tuple(param.shape) for param in params] == shapes
+    assert bool((params[0] == 5).all()) and alone.held_bytes == 0
+    assert gathered.tolist() == [1]
 
 
-def without_others_it_is_a_cast() -> None:
+def test_without_other_ranks_a_gather_is_a_cast() -> None:
     shapes = [(3, 2), (4,)]
     single = per_row_layout(shapes, world=1)
     shards = ShardBuffer(single, 0, [torch.float32] * 2, CPU)
     for local in shards.locals:
         local.fill_(3)
     dtypes = [torch.bfloat16] * 2
-    all_gather = GroupAllGather(shards.flat_shard, single, 0, None, dtypes, CPU, None)
-    run(all_gather)
+    alone = Alone(Cast(shards.flat_shard, single, 0, dtypes, CPU, packed=False, sends=False), None)
+    alone.run()
     assert_equal(
-        all_gather.params, [torch.full(shape, 3, dtype=torch.bfloat16) for shape in shapes]
+        list(alone.codec.params), [torch.full(shape, 3, dtype=torch.bfloat16) for shape in shapes]
     )
-    assert all_gather.received_bytes == 0
-
-
-def test_without_other_ranks_a_gather_is_a_cast() -> None:
-    without_others_it_is_a_cast()
+    assert alone.codec.received_bytes == 0
 
 
 # --- post-forward shard, in a group --------------------------------------------------------------------
@@ -257,6 +327,89 @@ def test_a_gather_nobody_used_leaves_nothing_behind() -> None:
     run_threads(WORLD, after_a_gather_nobody_used)
 
 
+# --- hooks of other features ---------------------------------------------------------------------------
+
+
+class WrittenLater:
+    """An event of the host: what it stands for is written when the host waits for it."""
+
+    def __init__(self, write: Callable[[], object]) -> None:
+        self._write, self.waits = write, 0
+
+    def synchronize(self) -> None:
+        self._write()
+        self.waits += 1
+
+
+def gathers_what_the_event_brings() -> None:
+    group = make_group(nn.Linear(3, 5))
+    weight = group.sharded_params[0].param
+    event = WrittenLater(lambda: torch.no_grad()(weight.fill_)(7))
+    group.unshard()
+    group.wait()
+    group.not_before(event)
+    group.unshard()  # it is gathered: nothing to wait for
+    assert event.waits == 0
+    for _ in range(2):
+        group.reshard()
+        group.unshard()
+        group.wait()
+        assert event.waits == 1, "it counts for one gather"
+        assert_equal(group.params[0].unsharded_param, torch.full((5, 3), 7.0))
+
+
+def test_a_gather_comes_not_before_an_event() -> None:
+    run_threads(WORLD, gathers_what_the_event_brings)
+
+
+def test_the_gather_stream_waits_for_such_an_event_and_without_that_there_is_a_race(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "shards written on a stream of their own, gathers not before"
+    assert not checked(name).races
+    monkeypatch.setattr(FSDPParamGroup, "not_before", lambda *_: None)
+    assert checked(name).races
+
+
+class Aside(StepObserver):
+    """Notes which groups are gathered aside of a step."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def gathered_aside(self, group: Any) -> None:
+        self.names.append(group.name)
+
+
+def test_an_observer_is_told_of_gathers_aside_of_a_step() -> None:
+    with fake_world(2):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for module in (*model, model):
+            fully_shard(module)
+        model(torch.ones(2, 4)).sum().backward()
+        state = state_of(model[0])
+        assert state is not None
+        context = state.groups[0].context
+        context.observe(aside := Aside())
+        model(torch.ones(2, 4)).sum().backward()
+        assert aside.names == []
+        model[1].unshard()
+        assert aside.names == ["1"]
+        model[1].unshard()  # it is there
+        assert aside.names == ["1"]
+        model[1].reshard()
+
+
+def test_full_parameters_are_gathered_aside() -> None:
+    with fake_world(2):
+        model = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=True)
+        model(torch.ones(2, 4)).sum().backward()
+        (group,) = groups_of(model.parameters())
+        group.context.observe(aside := Aside())
+        with FullyShardedDataParallel.summon_full_params(model):
+            assert aside.names == [group.name]
+
+
 # --- outside of training -------------------------------------------------------------------------------
 
 
@@ -287,11 +440,10 @@ def test_a_gather_on_the_meta_device_tells_its_sizes_without_memory() -> None:
     with fake_world(WORLD):
         meta = torch.device("meta")
         shards = ShardBuffer(layout(), 0, [torch.float32] * 4, meta)
-        all_gather = GroupAllGather(
-            shards.flat_shard, layout(), 0, dist.group.WORLD, [torch.bfloat16] * 4, meta, None
-        )
-        assert all_gather.buffer.nbytes >= sum(param.numel() for param in full_params()) * 2
-        assert all(param.is_meta for param in all_gather.params)
+        dtypes = [torch.bfloat16] * 4
+        codec = Cast(shards.flat_shard, layout(), 0, dtypes, meta, packed=True)
+        assert codec.nbytes >= sum(param.numel() for param in full_params()) * 2
+        assert all(param.is_meta for param in codec.params)
 
 
 def test_a_context_below_autograd_can_be_kept_and_entered_again() -> None:

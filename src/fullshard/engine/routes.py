@@ -1,37 +1,35 @@
-"""Every way in which one group is gathered, and the dtypes it is gathered in.
+"""Routes of one group from shards to full parameters, each made when it is needed and used in every step.
 
     from_shards    between steps parameters are shards, so forward gathers from them, and mostly backward, too
     post_forward   with a post-forward mesh, backward gathers from what forward has kept
-    unbuffered     tensor subclasses and all-gather extensions, gathered beside either
+    beside         tensor subclasses and all-gather extensions: in the call of `from_shards`
 
-The ways are built when they are needed and used in every step. `forget` lets them be built again: after a change of
-dtypes, of comm objects or of the memory of the shards. When to gather is the group's decision (`FSDPParamGroup`).
+A route is a codec and a transport: what travels, and how. When to gather is the group's decision (`FSDPParamGroup`), and
+`Gather` does it. `forget` lets routes be made again: after a change of dtypes, codec, transport or memory of the shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.engine.all_gather import GroupAllGather, UnshardedInPlace
-from fullshard.engine.all_gather_extensions import (
-    ExtensionAllGather,
-    SubclassAllGather,
-    UnbufferedAllGather,
-    UnbufferedAllGathers,
-)
+from fullshard.engine.extension_codec import Extension, WithExtension, WithoutExtension
 from fullshard.engine.post_forward_shard import PostForwardShard
+from fullshard.engine.route import Route
 from fullshard.errors import ConfigurationError
+from fullshard.layout.segments import gathers_in_place
 from fullshard.mesh.axes import DataParallelAxes, DataParallelMeshInfo
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.storage.buffers import Indices, UploadBuffer
+from fullshard.storage.buffers import UploadBuffer
+from fullshard.storage.codecs import Buffered, Cast, Codec, Plain, Recoded
+from fullshard.storage.copy_out import Indices
 from fullshard.storage.param import FSDPParam, has_all_gather_extension
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.shard_storage import ShardStorage
-from fullshard.transport import comm_objects
 from fullshard.transport.streams import FSDPCommContext, is_capturing
+from fullshard.transport.transports import Coalesced, Transport
 
 
 class GatherTraffic(NamedTuple):
@@ -43,7 +41,7 @@ class GatherTraffic(NamedTuple):
     """From other ranks. Parameters with an all-gather extension are counted once they have been gathered."""
 
 
-class GroupAllGathers:
+class Routes:
     """How one group is gathered; lives as long as the group."""
 
     def __init__(
@@ -62,15 +60,17 @@ class GroupAllGathers:
         self._params, self._shards = params, shards
         self._mesh_info, self._device = mesh_info, device
         self._context: FSDPCommContext | None = None
-        self.custom: comm_objects.AllGather | None = None
-        """A comm object to gather with."""
+        self.transport: Transport | None = None
+        """How messages travel, if not by the process group's own collectives."""
+        self.codec: Callable[..., Recoded] | None = None
+        """Makes the codec of what lies in buffers, if it is not `Cast`."""
         self.keeps_memory = False
         """Whether gathered memory stays when it is released, so that it has the same address at every gather."""
         self.compute_dtypes: list[torch.dtype] = []
         """Compute dtypes of the parameters that lie in the gather buffer."""
-        self.from_shards: GroupAllGather | UnshardedInPlace | None = None
+        self.from_shards: Route | None = None
         """None until `build`."""
-        self.unbuffered: UnbufferedAllGathers | None = None
+        self.beside: Extension | None = None
         """None if all parameters lie in the buffers."""
         self.post_forward: PostForwardShard | None = None
         """None if nothing is kept after forward, or the full parameters are."""
@@ -80,13 +80,19 @@ class GroupAllGathers:
             layout = shard_format.layout(shards.buffered, post_forward_size)
             self.post_forward = PostForwardShard(shard_group, layout)
 
+    @property
+    def custom(self) -> Any:
+        """What the user has chosen to gather with: a comm object, or a transport; None for the default."""
+        return None if self.transport is None else self.transport.identity
+
     def connect(self, context: FSDPCommContext) -> None:
         """Join a model's streams."""
         self._context = context
         context.host_reads_results = context.host_reads_results or self.uploads
-        if isinstance(self.from_shards, GroupAllGather):  # built for other streams
+        codec = None if self.from_shards is None else self.from_shards.codec
+        if isinstance(codec, Buffered):  # built for other streams
             with context.all_gather:
-                self.from_shards.buffer.change_indices(self._indices)
+                codec.buffer.change_indices(self._indices)
 
     @property
     def _indices(self) -> Indices | None:
@@ -103,28 +109,23 @@ class GroupAllGathers:
         """
         dtypes = {param: param.compute_dtype(policy) for param in self._params}
         self.compute_dtypes = [dtypes[param] for param in self._shards.buffered]
-        members = [
-            self._unbuffered_member(param, policy)
-            for param in self._params
-            if param.sharded_param not in self._shards.shard_views
-        ]
-        mesh_info = self._mesh_info
-        self.unbuffered = None
-        if members:
-            self.unbuffered = UnbufferedAllGathers(
-                members, mesh_info.shard_peers, mesh_info.shard_mesh_size, self._device
-            )
+        info, views = self._mesh_info, self._shards.shard_views
+        members: list[WithExtension | WithoutExtension] = []
+        for param in self._params:
+            if param.sharded_param in views:
+                continue
+            if has_all_gather_extension(param.sharded_param.local):
+                assert isinstance(info, DataParallelMeshInfo), "an extension is told of a mesh"
+                members.append(WithExtension(param, policy, info.shard_mesh))
+            else:
+                members.append(WithoutExtension(param, policy, info.shard_mesh_size))
+        self.beside = (
+            Extension(members, info.shard_peers, info.shard_mesh_size, self._device)
+            if members
+            else None
+        )
         self.forget()
         return [*dtypes.values()]
-
-    def _unbuffered_member(
-        self, param: FSDPParam, policy: MixedPrecisionPolicy
-    ) -> UnbufferedAllGather:
-        mesh_info = self._mesh_info
-        if not has_all_gather_extension(param.sharded_param.local):
-            return SubclassAllGather(param, policy, mesh_info.shard_mesh_size)
-        assert isinstance(mesh_info, DataParallelMeshInfo), "an extension is told of a mesh"
-        return ExtensionAllGather(param, policy, mesh_info.shard_mesh)
 
     def forget(self) -> None:
         """Build everything anew when it is needed next; nothing is gathered or kept now.
@@ -139,23 +140,30 @@ class GroupAllGathers:
         if self.post_forward is not None:
             self.post_forward.forget_memory()
 
-    def build(self) -> GroupAllGather | UnshardedInPlace:
-        """Build the way from the shards, on the current (all-gather) stream."""
+    def build(self) -> Route:
+        """Build the route from the shards, on the current (all-gather) stream."""
+        peers = self._mesh_info.shard_peers
         # Made under inference_mode, the unsharded parameters could never be trained.
         with torch.inference_mode(False):
-            self.from_shards = (
-                UnshardedInPlace(self._shards.buffer)
+            codec: Codec = (
+                Plain(self._shards.buffer)
                 if self._shards_are_full and not self.uploads
-                else self._all_gather_on(self._device)
+                else self._codec_on(self._device)
             )
+            transport = None
+            if peers is not None:
+                transport = self.transport or Coalesced(peers, self._device)
+            self.from_shards = Route(codec, transport, self.beside)
         return self.from_shards
 
-    def release(self, all_gather: GroupAllGather | UnshardedInPlace) -> None:
-        """Give back the memory that a gather has taken, unless it is kept."""
-        if not self.keeps_memory:
-            all_gather.release()
-            if self.unbuffered is not None:
-                self.unbuffered.release()
+    def keep(self, context: FSDPCommContext) -> None:
+        """Keep the post-forward shard of the full parameters, which are in memory; on the compute stream."""
+        assert self.post_forward is not None and self.from_shards is not None, (
+            "there is one to keep"
+        )
+        full = self.from_shards.codec
+        assert isinstance(full, Buffered), "several ranks hold the parameters"
+        self.post_forward.keep(full, self.compute_dtypes, self.transport, context)
 
     @property
     def uploads(self) -> bool:
@@ -164,22 +172,32 @@ class GroupAllGathers:
 
     @property
     def _shards_are_full(self) -> bool:
-        """Whether this rank holds everything, in the dtypes it computes in."""
+        """Whether this rank holds everything, in the dtypes it computes in, and no codec changes it."""
         dtypes = [param.dtype for param in self._shards.buffered]
-        return self._mesh_info.shard_mesh_size == 1 and self.compute_dtypes == dtypes
+        alone = self._mesh_info.shard_mesh_size == 1 and self.codec is None
+        return alone and self.compute_dtypes == dtypes
 
-    def _all_gather_on(self, device: torch.device) -> GroupAllGather:
-        shards, mesh_info = self._shards, self._mesh_info
-        uploads = self.uploads and device == self._device
-        return GroupAllGather(
-            UploadBuffer(shards.buffer, device) if uploads else shards.buffer.flat_shard,
-            shards.buffered_layout,
-            mesh_info.shard_mesh_rank,
-            mesh_info.shard_peers,
-            self.compute_dtypes,
+    def _codec_on(self, device: torch.device) -> Codec:
+        shards, info, here = self._shards, self._mesh_info, device == self._device
+        layout, dtypes = shards.buffered_layout, self.compute_dtypes
+        sends = info.shard_peers is not None
+        source = (
+            UploadBuffer(shards.buffer, device)
+            if self.uploads and here
+            else shards.buffer.flat_shard
+        )
+        if self.codec is not None:
+            return self.codec(source, layout, info.shard_mesh_rank, dtypes, device, sends=sends)
+        stages = sends and self.transport is not None and not self.transport.in_place
+        return Cast(
+            source,
+            layout,
+            info.shard_mesh_rank,
+            dtypes,
             device,
-            self.custom if mesh_info.shard_peers is not None else None,
-            indices=self._indices if device == self._device else None,
+            packed=stages or (sends and not gathers_in_place(layout, dtypes)),
+            sends=sends,
+            indices=self._indices if here and not stages else None,
         )
 
     def late_extensions(self) -> list[FSDPParam] | None:
@@ -191,8 +209,8 @@ class GroupAllGathers:
             ConfigurationError: there are some, and a post-forward shard can keep plain tensors only.
         """
         late = [p for p in self._shards.buffered if has_all_gather_extension(p.sharded_param.local)]
-        members = () if self.unbuffered is None else self.unbuffered.members
-        plain = [each.param for each in members if isinstance(each, SubclassAllGather)]
+        members = () if self.beside is None else self.beside.members
+        plain = [each.param for each in members if isinstance(each, WithoutExtension)]
         if not late and not any(has_all_gather_extension(p.sharded_param.local) for p in plain):
             return None
         if self.post_forward is not None:
@@ -202,17 +220,6 @@ class GroupAllGathers:
             )
         return late
 
-    # --- what is said about them ------------------------------------------------------------------
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of memory for gathering that there are now: full parameters, staging, a post-forward shard.
-
-        Memory that is allocated and released within one call does not count: shards on their way up from host memory.
-        """
-        ways = (self.from_shards, self.post_forward, self.unbuffered)
-        return sum(way.held_bytes for way in ways if way is not None)
-
     def traffic(self) -> GatherTraffic:
         """Return what gathering takes, on any device and before anything has been gathered.
 
@@ -221,8 +228,8 @@ class GroupAllGathers:
         memory = received = 0
         # By the device that shards are to be on: they may still be on the meta device.
         if not self._shards_are_full or self._shards.device != self._device:
-            all_gather = self._all_gather_on(torch.device("meta"))
-            memory, received = all_gather.buffer.nbytes, all_gather.received_bytes
-        if self.unbuffered is not None:
-            received += self.unbuffered.received_bytes
+            codec = self._codec_on(torch.device("meta"))
+            memory, received = codec.nbytes, codec.received_bytes
+        if self.beside is not None:
+            received += self.beside.received_bytes
         return GatherTraffic(memory, received)

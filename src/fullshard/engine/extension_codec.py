@@ -38,7 +38,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import torch_border
 from fullshard.divergence.journal import tag
-from fullshard.engine.all_gather import Messages
 from fullshard.errors import ConfigurationError
 from fullshard.layout.segments import contiguous_strides
 from fullshard.policies import MixedPrecisionPolicy
@@ -55,6 +54,10 @@ _SIZES = tag("sizes of all-gather extensions")
 
 Form = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 """What one gather sends of a parameter: dtype and shape of each tensor."""
+
+
+Messages = tuple[list[Tensor], list[Tensor]]
+"""Bytes to gather into, and those that this rank sends."""
 
 
 class _Outputs:
@@ -75,7 +78,7 @@ class _Outputs:
                 self.bytes.append(buffer.view(torch.uint8, 0, (buffer.nbytes,)))
 
 
-class UnbufferedAllGather(ABC):
+class OutsideParam(ABC):
     """One parameter of a group that is gathered outside of its buffers, in the same call."""
 
     def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy) -> None:
@@ -135,7 +138,7 @@ class UnbufferedAllGather(ABC):
         return True
 
     def messages(self, world: int) -> Messages:
-        """Take memory for the outputs and return what a collective gathers; on the all-gather stream."""
+        """Take memory for the outputs; return them and what is gathered into them, as bytes."""
         form = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in self.inputs)
         outputs = self._outputs_of.get(form)
         if outputs is None:
@@ -145,7 +148,7 @@ class UnbufferedAllGather(ABC):
         self._outputs = outputs.tensors
         inputs = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in self.inputs]
         used = [index for index, tensor in enumerate(inputs) if tensor.numel()]
-        return Messages([outputs.bytes[i] for i in used], [inputs[i] for i in used])
+        return [outputs.bytes[i] for i in used], [inputs[i] for i in used]
 
     @property
     def _buffers(self) -> Iterator[Buffer]:
@@ -166,7 +169,7 @@ class UnbufferedAllGather(ABC):
         release_storages(self._inner)
 
 
-class ExtensionAllGather(UnbufferedAllGather):
+class WithExtension(OutsideParam):
     """A parameter whose shard has an all-gather extension."""
 
     def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
@@ -184,7 +187,7 @@ class ExtensionAllGather(UnbufferedAllGather):
         self._metadata: Any = None
 
     def prepare(self, device: torch.device) -> None:
-        """See `UnbufferedAllGather`."""
+        """See `OutsideParam`."""
         shard = self.param.sharded_param.local
         if shard.device != device:
             moved = shard.to(device, non_blocking=True)
@@ -198,7 +201,7 @@ class ExtensionAllGather(UnbufferedAllGather):
         self.inputs = list(inputs)
 
     def finish(self) -> None:
-        """See `UnbufferedAllGather`."""
+        """See `OutsideParam`."""
         after: Any = getattr(self.param.sharded_param.local, POST_ALL_GATHER)
         outputs = tuple(self._outputs)
         if self.full is None:
@@ -222,7 +225,7 @@ class ExtensionAllGather(UnbufferedAllGather):
         self.inputs = []
 
 
-class SubclassAllGather(UnbufferedAllGather):
+class WithoutExtension(OutsideParam):
     """A parameter of a subclass without an extension: it travels as plain data."""
 
     def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy, world: int) -> None:
@@ -238,7 +241,7 @@ class SubclassAllGather(UnbufferedAllGather):
         """Rows of the largest shard; others are padded, because all ranks must send the same number of bytes."""
 
     def prepare(self, device: torch.device) -> None:
-        """See `UnbufferedAllGather`."""
+        """See `OutsideParam`."""
         shard = self.param.sharded_param.local
         sent = torch.zeros((self._most_rows, *self._row_shape), dtype=self._dtype, device=device)
         rows = shard.shape[self._dim] if shard.ndim else 1
@@ -247,7 +250,7 @@ class SubclassAllGather(UnbufferedAllGather):
         self.inputs = [sent]
 
     def finish(self) -> None:
-        """See `UnbufferedAllGather`."""
+        """See `OutsideParam`."""
         if self.full is None:
             with torch.inference_mode(False):
                 rows = self._outputs[0].narrow(0, 0, self._full_rows)
@@ -256,12 +259,12 @@ class SubclassAllGather(UnbufferedAllGather):
         self.inputs = []
 
 
-class UnbufferedAllGathers:
-    """All parameters of one group that lie in no buffer; they are gathered together with the group's buffer."""
+class Extension:
+    """The codec of all parameters of one group that lie in no buffer: its messages travel in the call of the buffer's."""
 
     def __init__(
         self,
-        members: Sequence[UnbufferedAllGather],
+        members: Sequence[WithExtension | WithoutExtension],
         process_group: ProcessGroup | None,
         world: int,
         device: torch.device,
@@ -274,12 +277,12 @@ class UnbufferedAllGathers:
         self._sizes: list[list[int]] = []
         """Those of the last gather."""
 
-    def messages(self) -> Messages:
+    def encode(self) -> Messages:
         """Return what to gather beside the buffer, on the current (all-gather) stream.
 
         Collective the first time, and when a parameter is sent in a new form.
         """
-        result = Messages()
+        outputs, inputs = list[Tensor](), list[Tensor]()
         for member in self.members:
             member.prepare(self._device)
         if self._group is not None:
@@ -291,12 +294,12 @@ class UnbufferedAllGathers:
         for index, member in enumerate(self.members):
             if self._group is not None:
                 member.pad(self._sizes[index])
-            theirs = member.messages(self._world)
-            result.outputs.extend(theirs.outputs)
-            result.inputs.extend(theirs.inputs)
-        return result
+            into, sent = member.messages(self._world)
+            outputs += into
+            inputs += sent
+        return outputs, inputs
 
-    def finish(self) -> None:
+    def decode(self) -> None:
         """Make the full parameters of what was gathered; on the all-gather stream."""
         for member in self.members:
             member.finish()
@@ -307,7 +310,7 @@ class UnbufferedAllGathers:
             member.release()
 
     def abandon(self) -> None:
-        """Give the memory back after a failure, in the place of `finish`."""
+        """Give the memory back after a failure, in the place of `decode`."""
         for member in self.members:
             member.inputs = []
         self.release()
@@ -323,7 +326,7 @@ class UnbufferedAllGathers:
         return sum(map(sum, self._sizes)) * (self._world - 1)
 
 
-def agree_on_sizes(members: Sequence[UnbufferedAllGather], group: ProcessGroup) -> list[list[int]]:
+def agree_on_sizes(members: Sequence[OutsideParam], group: ProcessGroup) -> list[list[int]]:
     """Return the bytes that every rank sends, per parameter and input: those of rank 0, whose shards are largest.
 
     Collective, once per group and form.

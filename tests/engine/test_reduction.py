@@ -18,11 +18,11 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from fullshard import MixedPrecisionPolicy
+from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.divergence.journal import journal_of
-from fullshard.engine.gradient_reducer import GradientReducer
-from fullshard.engine.reduce_scatter import ReduceEvents
-from fullshard.engine.reduce_settings import DivideRule, divide_rule
+from fullshard.engine.reduction import ReduceEvents, Reduction
+from fullshard.engine.reduction_settings import DivideRule, divide_rule
+from fullshard.engine.state import state_of
 from fullshard.engine.unreduced_gradients import gradients_were_cleared
 from fullshard.layout.placement import ParamPlacement
 from fullshard.mesh.axes import sharding_mesh_info
@@ -31,6 +31,7 @@ from fullshard.storage.reduce_buffer import ReduceBuffer
 from fullshard.storage.shard_formats import RowFormat
 from fullshard.storage.shard_storage import ShardStorage
 from fullshard.storage.sharded_params import ParamModuleInfo
+from fullshard.transport.observer import StepObserver
 from fullshard.transport.streams import FSDPCommContext
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
@@ -48,10 +49,10 @@ class Named:
 
 @dataclass
 class Group:
-    """Parameters with unsharded and sharded forms, as a group has them in backward, and their reducer."""
+    """Parameters with unsharded and sharded forms, as a group has them in backward, and their reduction."""
 
     params: Sequence[FSDPParam]
-    reducer: GradientReducer
+    reduction: Reduction
     context: FSDPCommContext
     named: Named
 
@@ -59,7 +60,7 @@ class Group:
         """Give each unsharded parameter a gradient that is one number everywhere, or none."""
         for param, value in zip(self.params, gradients, strict=True):
             unsharded: Any = param.unsharded_param
-            assert unsharded.grad is None, "taken by the reducer"
+            assert unsharded.grad is None, "taken by the reduction"
             if value is not None:
                 unsharded.grad = torch.full_like(unsharded, value)
 
@@ -81,16 +82,16 @@ class Group:
         )
 
     def buffer(self) -> ReduceBuffer | None:
-        return self.reducer._buffer
+        return self.reduction._buffer
 
     def has_memory(self) -> bool:
         """Return whether the reduce buffer has memory now."""
-        buffer = self.reducer._buffer
+        buffer = self.reduction._buffer
         return buffer is not None and buffer.allocated
 
     def reduce_now(self, *gradients: float | None) -> None:
         self.backward(*gradients)
-        self.reducer.reduce()
+        self.reduction.reduce()
         self.context.join()
 
 
@@ -116,13 +117,13 @@ def make_group(
     storage = ShardStorage(params, RowFormat(), info, CPU, "group", pinned=False)
     for param, shape in zip(params, shapes, strict=True):
         param.make_unsharded_param(torch.zeros(shape, dtype=policy.param_dtype or FP32))
-    reducer = GradientReducer(
+    reduction = Reduction(
         params, storage.layout, info, CPU, by_segment=False, low_precision=False, pinned=False
     )
-    reducer.derive_dtypes(policy, [policy.param_dtype or FP32] * len(params))
+    reduction.derive_dtypes(policy, [policy.param_dtype or FP32] * len(params))
     context, named = FSDPCommContext(CPU), Named()
-    reducer.connect(context, named, "group")
-    return Group(params, reducer, context, named)
+    reduction.connect(context, named, "group")
+    return Group(params, reduction, context, named)
 
 
 # --- one reduction --------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def make_group(
 def averages_and_stays_in_flight_until_joined() -> None:
     rank, group = dist.get_rank(), make_group()
     group.backward(2.0 + 4 * rank, 10.0 * rank, 7.0)
-    group.reducer.reduce()
+    group.reduction.reduce()
     # The gradients are taken. Their buffer is the reduction's until somebody waits for it.
     assert all(param.unsharded_param.grad is None for param in group.params)  # type: ignore[union-attr]
     buffer = group.buffer()
@@ -147,7 +148,7 @@ def averages_and_stays_in_flight_until_joined() -> None:
     group.has(5.0, 5.0, 8.0)
     # Nothing to reduce is no reduction.
     group.backward(None, None, None)
-    group.reducer.reduce()
+    group.reduction.reduce()
     assert not group.context.reduce_inputs and not group.has_memory()
 
 
@@ -155,7 +156,7 @@ def rows_go_to_their_ranks() -> None:
     rank, group = dist.get_rank(), make_group()
     weight: Any = group.params[0].unsharded_param
     weight.grad = torch.arange(6.0).view(3, 2) * (rank + 1)
-    group.reducer.reduce()
+    group.reduction.reduce()
     group.context.join()
     mean = torch.arange(6.0).view(3, 2) * 1.5
     assert_equal(group.sharded[0], mean[:2] if rank == 0 else mean[2:])
@@ -163,7 +164,7 @@ def rows_go_to_their_ranks() -> None:
 
 def divides_by_what_the_settings_say() -> None:
     group = make_group()
-    group.reducer.settings = replace(group.reducer.settings, divide_by=0.5, force_sum=True)
+    group.reduction.settings = replace(group.reduction.settings, divide_by=0.5, force_sum=True)
     group.reduce_now(1.0, 3.0, 5.0)
     group.has(4.0, 12.0, 20.0)
 
@@ -241,11 +242,10 @@ def test_one_mark_ends_a_reduction_unless_something_long_follows_the_read_of_its
         group.context.asynchronous = True
         group.context.host_reads_results = follows == "host"
         if follows == "hook":
-            group.reducer.settings = replace(group.reducer.settings, hook=lambda _: None)
+            group.reduction.settings = replace(group.reduction.settings, hook=lambda _: None)
         log: list[str] = []
         marks = (Mark(name, group, log) for name in ("ready", "input_read", "done"))
-        reduced = replace(group.reducer._reduced_group, events=ReduceEvents(*marks))
-        group.reducer._reduced_group = reduced
+        group.reduction.events = ReduceEvents(*marks)
         group.reduce_now(1.0, 2.0, 3.0)
     assert log == expected
 
@@ -253,12 +253,12 @@ def test_one_mark_ends_a_reduction_unless_something_long_follows_the_read_of_its
 def test_a_reduction_over_another_process_group_is_noted_in_its_journal() -> None:
     with fake_world(4):
         group = make_group()
-        shared, other = group.reducer.settings.process_group, dist.new_group(list(range(4)))
+        shared, other = group.reduction.settings.process_group, dist.new_group(list(range(4)))
         assert shared is not None
         for process_group in (shared, other, shared):
             counts = journal_of(shared).count, journal_of(other).count
-            settings = replace(group.reducer.settings, process_group=process_group)
-            group.reducer.settings = settings
+            settings = replace(group.reduction.settings, process_group=process_group)
+            group.reduction.settings = settings
             group.reduce_now(1.0, 2.0, 3.0)
             noted = journal_of(shared).count - counts[0], journal_of(other).count - counts[1]
             assert noted == ((1, 0) if process_group is shared else (0, 1))
@@ -269,7 +269,7 @@ def test_a_reduction_over_another_process_group_is_noted_in_its_journal() -> Non
 
 def write(group: Group, index: int, value: float, *, reduced: bool = True) -> bool:
     """Do what a product does; return whether it was added to another."""
-    place = group.reducer.place_for_product(index, reduced=reduced)
+    place = group.reduction.place_for_product(index, reduced=reduced)
     assert place is not None
     target, add = place
     target.copy_(target + value if add else torch.full_like(target, value))
@@ -278,33 +278,33 @@ def write(group: Group, index: int, value: float, *, reduced: bool = True) -> bo
 
 def products_are_sent_off_with_the_rest() -> None:
     group = make_group(((3, 2), (4,), (5, 2)))
-    group.reducer.write_products()
-    assert [group.reducer.takes_product(index) for index in range(3)] == [True] * 3
+    group.reduction.write_products()
+    assert [group.reduction.takes_product(index) for index in range(3)] == [True] * 3
     group.backward(None, 5.0, 8.0)
     assert not write(group, 0, 2.0)
     assert write(group, 0, 1.0) and not write(group, 2, 4.0)
-    group.reducer.reduce()
+    group.reduction.reduce()
     group.context.join()
     group.has(3.0, 5.0, 12.0)
-    group.reducer.reduce()
+    group.reduction.reduce()
     assert not group.context.reduce_inputs, "nothing is left of it"
 
 
 def only_a_reduction_of_the_same_memory_is_waited_for() -> None:
     one, other = make_group(((3, 2),)), make_group(((3, 2),))
     for group in (one, other):
-        group.reducer.write_products()
+        group.reduction.write_products()
         group.context = one.context
-        group.reducer.connect(one.context, group.named, f"group {group is one}")
+        group.reduction.connect(one.context, group.named, f"group {group is one}")
     write(one, 0, 1.0)
-    one.reducer.reduce()
+    one.reduction.reduce()
     write(other, 0, 2.0)
     assert len(one.context.reduce_inputs) == 1, "the other one's products need not wait for it"
     buffer = one.buffer()
     write(one, 0, 4.0)
     assert not one.context.reduce_inputs and one.buffer() is buffer
-    other.reducer.reduce()
-    one.reducer.reduce()
+    other.reduction.reduce()
+    one.reduction.reduce()
     one.context.join()
     one.has(5.0)
     other.has(2.0)
@@ -312,21 +312,21 @@ def only_a_reduction_of_the_same_memory_is_waited_for() -> None:
 
 def products_are_forgotten_or_withdrawn() -> None:
     group = make_group(((3, 2), (4, 2)))
-    group.reducer.write_products()
+    group.reduction.write_products()
     write(group, 0, 1.0)
-    group.reducer.drop()
+    group.reduction.drop()
     assert not group.has_memory()
     group.reduce_now(None, 3.0)
     group.has(None, 3.0)
     # Backward has written into a buffer that has no room for a parameter that was frozen then.
     group.params[1].trainable = False
-    group.reducer.forget_buffer()
+    group.reduction.forget_buffer()
     write(group, 0, 2.0)
     group.reduce_now(1.0, 3.0)
     group.has(3.0, 6.0)
     # The gradient waits for another backward, and the next product is added to it.
     write(group, 0, 1.0)
-    group.reducer.accumulate()
+    group.reduction.accumulate()
     assert not group.has_memory()
     assert write(group, 0, 2.0)
     group.reduce_now(None, None)
@@ -336,13 +336,13 @@ def products_are_forgotten_or_withdrawn() -> None:
 def a_captured_step_holds_gradients_until_the_input_was_read() -> None:
     for in_capture in (True, False):
         group = make_group()
-        group.reducer.write_products()  # or gradients lie rank after rank on the CPU
+        group.reduction.write_products()  # or gradients lie rank after rank on the CPU
         group.context.in_capture = in_capture
         group.backward(2.0 + 4 * dist.get_rank(), None, 7.0)
         write(group, 1, 3.0)
         gradient: Any = group.params[0].unsharded_param
         held = weakref.ref(gradient.grad)
-        group.reducer.reduce()
+        group.reduction.reduce()
         assert (held() is not None) is in_capture
         group.context.finish_inputs()
         assert held() is None
@@ -382,12 +382,12 @@ def accumulated_gradients_wait_and_are_reduced_together() -> None:
     rank, group = dist.get_rank(), make_group()
     for value in (1.0, 2.0):
         group.backward(value * (rank + 1), None, value)
-        group.reducer.accumulate()
+        group.reduction.accumulate()
     group.has(None, None, None)
-    assert group.reducer.unreduced.held and group.reducer.unreduced.nbytes == 4 * (6 + 1)
+    assert group.reduction.unreduced.held and group.reduction.unreduced.nbytes == 4 * (6 + 1)
     group.reduce_now(4.0, 8.0, None)
     group.has(1.5 * 3 + 4, 8.0, 3.0)
-    assert not group.reducer.unreduced.held
+    assert not group.reduction.unreduced.held
 
 
 def sums_over_backwards_are_rounded_once() -> None:
@@ -395,7 +395,7 @@ def sums_over_backwards_are_rounded_once() -> None:
     group = make_group(policy=policy)
     for value in (256.0, 1.0):
         group.backward(value, None, None)
-        group.reducer.accumulate()
+        group.reduction.accumulate()
     group.reduce_now(1.0, None, None)
     group.has(258.0, None, None)  # rounded at every backward, it would be 256
 
@@ -403,16 +403,16 @@ def sums_over_backwards_are_rounded_once() -> None:
 def cleared_gradients_are_forgotten() -> None:
     group = make_group()
     group.backward(1.0, 2.0, None)
-    group.reducer.accumulate()
+    group.reduction.accumulate()
     gradients_were_cleared(lambda: [group.params[0].sharded_param.param])
     group.reduce_now(4.0, 4.0, None)
     group.has(4.0, 6.0, None)
     # zero_grad finds the unsharded parameters while they are on the modules.
     unsharded = {id(group.params[1].unsharded_param)}
-    group.reducer.clear_sharded_gradients(unsharded, set_to_none=True)
+    group.reduction.clear_sharded_gradients(unsharded, set_to_none=True)
     group.has(4.0, None, None)
     unsharded = {id(group.params[0].unsharded_param)}
-    group.reducer.clear_sharded_gradients(unsharded, set_to_none=False)
+    group.reduction.clear_sharded_gradients(unsharded, set_to_none=False)
     group.has(0.0, None, None)
 
 
@@ -420,14 +420,14 @@ def a_failed_step_leaves_nothing() -> None:
     group = make_group()
     group.reduce_now(1.0, 1.0, 1.0)
     group.backward(5.0, 5.0, 5.0)
-    group.reducer.accumulate()
+    group.reduction.accumulate()
     group.backward(6.0, 6.0, 6.0)
-    group.reducer.reduce()
+    group.reduction.reduce()
     group.context.join(accumulate=False)  # the reduction's result is dropped
     group.backward(7.0, 7.0, 7.0)
-    group.reducer.accumulate()
+    group.reduction.accumulate()
     group.backward(8.0, 8.0, 8.0)
-    group.reducer.drop()
+    group.reduction.drop()
     group.has(1.0, 1.0, 1.0)
     group.reduce_now(2.0, 2.0, 2.0)
     group.has(3.0, 3.0, 3.0)
@@ -448,16 +448,16 @@ def test_gradients_of_several_backwards_wait_for_one_reduction(world) -> None:
 
 def unused_parameters_take_part_as_zeros_if_asked() -> None:
     rank, group = dist.get_rank(), make_group()
-    group.reducer.settings = replace(group.reducer.settings, zero_unused=True)
+    group.reduction.settings = replace(group.reduction.settings, zero_unused=True)
     group.backward(2.0, 2.0 if rank == 0 else None, None)
-    group.reducer.reduce(include_unused=True)
+    group.reduction.reduce(include_unused=True)
     group.context.join()
     group.has(2.0, 1.0, 0.0)
     # Later in the same backward only what has arrived is sent.
     everything = {id(param.unsharded_param) for param in group.params}
-    group.reducer.clear_sharded_gradients(everything, set_to_none=True)
+    group.reduction.clear_sharded_gradients(everything, set_to_none=True)
     group.backward(1.0, None, None)
-    group.reducer.reduce(include_unused=False)
+    group.reduction.reduce(include_unused=False)
     group.context.join()
     group.has(1.0, None, None)
 
@@ -465,9 +465,9 @@ def unused_parameters_take_part_as_zeros_if_asked() -> None:
 def parameters_that_were_never_gathered_get_no_gradient() -> None:
     group = make_group()
     group.params[1].unsharded_param = None
-    group.reducer.settings = replace(group.reducer.settings, zero_unused=True)
+    group.reduction.settings = replace(group.reduction.settings, zero_unused=True)
     group.params[0].unsharded_param.grad = torch.ones(3, 2)  # type: ignore[union-attr]
-    group.reducer.reduce(include_unused=True)
+    group.reduction.reduce(include_unused=True)
     group.context.join()
     group.has(1.0, None, 0.0)
 
@@ -477,15 +477,15 @@ def a_group_waits_for_its_own_buffer() -> None:
     group.context.max_reductions = 3
     for value in (1.0, 2.0, 4.0):
         group.backward(value, value, value)
-        group.reducer.reduce()
+        group.reduction.reduce()
         assert len(group.context.reduce_inputs) == 1  # the one before has been waited for
     group.context.join()
     group.has(7.0, 7.0, 7.0)
     other = make_group()
-    other.reducer.connect(group.context, other.named, "other")
+    other.reduction.connect(group.context, other.named, "other")
     for each in (group, other):
         each.backward(1.0, 1.0, 1.0)
-        each.reducer.reduce()
+        each.reduction.reduce()
     assert len(group.context.reduce_inputs) == 2
     group.context.max_reductions = 1
     group.context.make_room_for_reduction()
@@ -515,26 +515,26 @@ def replicas_are_averaged_too() -> None:
 
 def partial_sums_wait_for_their_all_reduce() -> None:
     rank, group = dist.get_rank(), make_group(replicas=2)
-    settings = group.reducer.settings
-    group.reducer.settings = replace(settings, all_reduce=False)
+    settings = group.reduction.settings
+    group.reduction.settings = replace(settings, all_reduce=False)
     for _ in range(2):
         group.reduce_now(float(rank), None, 2.0 * rank)
     group.has(None, None, None)
-    assert sorted(group.reducer.unreduced.partial) == [0, 2]
-    group.reducer.settings = settings
+    assert sorted(group.reduction.unreduced.partial) == [0, 2]
+    group.reduction.settings = settings
     # One of them has no gradient now, and takes part as zeros.
     group.reduce_now(None, 1.0, 4.0)
     group.has(3.0, 1.0, 10.0)
-    assert not group.reducer.unreduced.partial
+    assert not group.reduction.unreduced.partial
 
 
 def cleared_partial_sums_are_forgotten() -> None:
     group = make_group(replicas=2)
-    settings = group.reducer.settings
-    group.reducer.settings = replace(settings, all_reduce=False)
+    settings = group.reduction.settings
+    group.reduction.settings = replace(settings, all_reduce=False)
     group.reduce_now(1.0, 2.0, None)
     gradients_were_cleared(lambda: [group.params[0].sharded_param.param])
-    group.reducer.settings = settings
+    group.reduction.settings = settings
     group.reduce_now(1.0, 1.0, None)
     group.has(1.0, 3.0, None)
 
@@ -547,7 +547,7 @@ def a_hook_sees_zeros_where_nobody_has_elements() -> None:
         seen.append(float(reduced.sum()))
         reduced.mul_(2)
 
-    group.reducer.settings = replace(group.reducer.settings, hook=hook)
+    group.reduction.settings = replace(group.reduction.settings, hook=hook)
     group.reduce_now(1.0, 1.0, 1.0)
     # Rows of (3, 2) over two ranks have one of padding; then two of four, and one copy.
     elements = (4, 2)[dist.get_rank() % 2] + 2 + 1
@@ -597,7 +597,7 @@ def test_traffic_is_known_before_the_first_reduction() -> None:
     with fake_world(4):
         group = make_group(((8, 2), (16,)), replicas=2)
         # Over two shards half of the 32 elements is sent, over two replicas the reduced half.
-        assert group.reducer.traffic() == (64, 64)
+        assert group.reduction.traffic() == (64, 64)
         assert group.buffer() is None
 
 
@@ -606,10 +606,55 @@ def test_a_buffer_is_made_anew_when_dtypes_change_and_not_otherwise() -> None:
         group = make_group()
         group.reduce_now(1.0, 1.0, 1.0)
         first = group.buffer()
-        group.reducer.derive_dtypes(MixedPrecisionPolicy(), [FP32] * 3)
+        group.reduction.derive_dtypes(MixedPrecisionPolicy(), [FP32] * 3)
         assert group.buffer() is first
-        group.reducer.derive_dtypes(MixedPrecisionPolicy(reduce_dtype=FP64), [FP32] * 3)
+        group.reduction.derive_dtypes(MixedPrecisionPolicy(reduce_dtype=FP64), [FP32] * 3)
         assert group.buffer() is None
         group.reduce_now(1.0, 1.0, 1.0)
         second = group.buffer()
         assert second is not None and first is not None and second.nbytes > first.nbytes
+
+
+# --- gradients are final ----------------------------------------------------------------------------
+
+
+class Final(StepObserver):
+    """Copies the sharded gradients of a group when they are final."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, list[Tensor | None]] = {}
+
+    def gradients_final(self, group: Any, event: Any) -> None:
+        assert event is None, "the host has waited"
+        grads = [each.param.grad for each in group.sharded_params]
+        self.told[group.name] = [None if g is None else g.to_local().clone() for g in grads]
+
+
+def observers_see_the_gradients_that_backward_leaves(replicas: int) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5))
+    sizes = (dist.get_world_size(),) if replicas == 1 else (replicas, 1)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model(x).sum().backward()
+    state: Any = state_of(model)
+    for is_reduced in (True, False, True):  # gradients of all backwards are added up
+        state.step.context.observe(observer := Final())
+        model.set_requires_all_reduce(is_reduced)
+        model(x).sum().backward()
+        groups = [group for each in state.step.states for group in each.groups]
+        expected = {
+            group.name: [p.param.grad.to_local() for p in group.sharded_params] for group in groups
+        }
+        assert len(expected) == 2
+        if is_reduced or replicas == 1:
+            assert_equal(observer.told, expected)
+        else:
+            assert not observer.told, "partial sums wait for replicas"
+
+
+def test_observers_are_told_when_gradients_are_final(world) -> None:
+    world(2).run(observers_see_the_gradients_that_backward_leaves, 1)
+    world(2).run(observers_see_the_gradients_that_backward_leaves, 2)
