@@ -122,7 +122,7 @@ class FSDPCommContext:
         self.latest_graph: weakref.ref[object] | None = None
         """Refers to what lives as long as the backward graph of the model's latest forward."""
         self.has_room = True
-        """Whether memory for one more small group raises no peak: [Note: memory first] in `engine.backward_passes`."""
+        """Whether memory for one more small group raises no peak: [Note: memory first] in `engine.step`."""
         self.reduce_inputs: deque[InFlight] = deque()
         """Reductions whose input may still be read, oldest first."""
         self._reductions: deque[InFlight] = deque()
