@@ -35,7 +35,7 @@ from benchmarks.measure import Quantity, Record, collector_paused
 from benchmarks.profiling import profiler_of
 from benchmarks.report import header, headline, markdown, milliseconds, remarks, write_json
 from benchmarks.transformer import PRESETS, Shape
-from fullshard.divergence import meetings
+from fullshard.divergence.journal import RULES
 from fullshard.programs.train.processes import run_in_processes
 
 COLUMNS = ("contestant", "step ms", "x rival", "processor ms", "x rival")
@@ -114,7 +114,7 @@ def compare(job: Job) -> dict[str, Record]:
         names = list(present)
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            meetings.RULES.by_backend = name != "unmet"
+            RULES.by_backend = name != "unmet"
             take_turn(present[name], records[name], job.steps)
     if job.profile is not None:
         look = profiler_of(job.profile / f"rank{dist.get_rank()}", "gloo", setting.device)

@@ -297,7 +297,12 @@ def collectives_outside_transport(all_sources: Sequence[Source]) -> list[str]:
     return faults
 
 
-GRADIENT_WRITERS = ("engine/reduction", "optim/fused_shards", "storage/sharded_params")
+GRADIENT_WRITERS = (
+    "engine/reduction",
+    "engine/reduction_state",
+    "optim/fused_shards",
+    "storage/sharded_params",
+)
 
 
 def gradients_written_elsewhere(all_sources: Sequence[Source]) -> list[str]:

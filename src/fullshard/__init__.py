@@ -35,10 +35,10 @@ if _TYPE_CHECKING:
         StateDictType,
     )
     from fullshard.checks.debug import debug
+    from fullshard.divergence.guarded_step import GuardedStep, guarded_step
     from fullshard.divergence.step_guard import StepFailure
     from fullshard.drop_in.install import Installation, install, installed, uninstall
     from fullshard.engine.backward_finalization import GradientReductionHandle
-    from fullshard.engine.guarded_step import GuardedStep, guarded_step
     from fullshard.engine.unshard_handle import UnshardHandle
     from fullshard.errors import (
         CheckpointError,
@@ -153,7 +153,7 @@ _MODULES = {
     "GradientReductionHandle": "engine.backward_finalization",
     "GraphedStep": "features.graphs.graphed_step",
     "GroupPlan": "fsdp2.group_plan",
-    "GuardedStep": "engine.guarded_step",
+    "GuardedStep": "divergence.guarded_step",
     "Installation": "drop_in.install",
     "JoinedBatches": "features.join",
     "LocalOptimStateDictConfig": "api",
@@ -179,7 +179,7 @@ _MODULES = {
     "debug": "checks.debug",
     "fully_shard": "fsdp2.fully_shard",
     "graphed": "features.graphs.graphed_step",
-    "guarded_step": "engine.guarded_step",
+    "guarded_step": "divergence.guarded_step",
     "install": "drop_in.install",
     "installed": "drop_in.install",
     "join": "features.join",

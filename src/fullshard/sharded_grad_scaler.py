@@ -22,10 +22,11 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.divergence.journal import tag
+from fullshard.divergence import monitor
 from fullshard.errors import LifecycleError, OptionTypeError
 from fullshard.mesh.backends import NOTHING, backend_of
 from fullshard.transport import collectives
+from fullshard.transport.tags import tag
 
 __all__ = ["ShardedGradScaler"]
 
@@ -97,6 +98,7 @@ class ShardedGradScaler(torch_border.OpenGradScaler):
         self, optimizer: torch.optim.Optimizer, factor: Tensor, found_inf: Tensor
     ) -> None:
         """Multiply this rank's gradients by ``factor``; set ``found_inf`` to 1 if those of any rank are not finite."""
+        monitor.install()
         group = self._group()
         for (device, _), gradients in _gradients_by_kind(optimizer).items():
             found_here = found_inf.to(device)

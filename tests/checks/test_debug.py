@@ -15,7 +15,7 @@ import fullshard
 from fullshard import torch_border
 from fullshard.checks.cuda_streams import CudaStreamCheck
 from fullshard.comm import DefaultAllGather
-from fullshard.divergence.meetings import RULES
+from fullshard.divergence.journal import RULES
 from tests.helpers.groups import alone
 from tests.helpers.page_programs import DOCS, blocks
 

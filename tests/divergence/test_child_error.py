@@ -11,9 +11,10 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from fullshard.divergence.watchdog.child_error import error_of_child
+from fullshard.divergence.watchdog.child_error import error_of_child, note_errors
 
 CONTEXT = multiprocessing.get_context("fork")
+note_errors()
 
 
 def run(does: Callable[[], None], connection: Connection) -> None:

@@ -22,14 +22,16 @@ from fullshard import (
     fully_shard,
     guarded_step,
 )
-from fullshard.divergence.journal import POSITION, journal_of, tag
-from fullshard.divergence.meetings import meet
+from fullshard.divergence.journal import journal_of
+from fullshard.divergence.meetings import Meetings
 from fullshard.divergence.step_guard import StepFailure, StepGuard
 from fullshard.engine.reduction import Reduction
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import named_states
 from fullshard.mesh.backends import backend_named
 from fullshard.storage.buffers import Buffer
+from fullshard.transport.monitor import POSITION
+from fullshard.transport.tags import tag
 from fullshard.transport.works import JoinedGather
 from tests.helpers.models import ModelOptions, make_decoder, tokens_for
 from tests.helpers.training import FULLSHARD, Run, ShardOptimizer, shard
@@ -500,7 +502,7 @@ def ranks_of_a_mesh_that_fail_at_once() -> list[tuple[int, ...]]:
                     if waiting_in is not None:
                         for _ in range(2):
                             # It may meet those of its row, and must learn at the latest at the end.
-                            meet(waiting_in, tag("all-gather of something"), GLOO)
+                            Meetings(waiting_in, GLOO).before(tag("all-gather of something"))
                     guard.end("raise")
                 assert guard.has_learned
             found = tuple(each.rank for each in guard.fail(own))
@@ -508,8 +510,8 @@ def ranks_of_a_mesh_that_fail_at_once() -> list[tuple[int, ...]]:
             assert set(found) <= set(failing)
             told.append(found)
     guard.begin()
-    meet(rows, tag("a"), GLOO)
-    meet(columns, tag("b"), GLOO)
+    Meetings(rows, GLOO).before(tag("a"))
+    Meetings(columns, GLOO).before(tag("b"))
     guard.end("raise")
     guard.finish()
     return told

@@ -14,11 +14,14 @@ import fullshard
 from fullshard import DivergenceError
 from fullshard.divergence import meetings
 from fullshard.divergence.control_channel import ControlChannel, closed_connections
-from fullshard.divergence.journal import POSITION, RING, Journal, journal_of, tag
+from fullshard.divergence.journal import PROGRESS, RING, RULES, Journal, journal_of
+from fullshard.divergence.meetings import Meetings
 from fullshard.divergence.verdict import VERDICT
 from fullshard.errors import ranks_text
 from fullshard.mesh.backends import backend_named
 from fullshard.transport import collectives
+from fullshard.transport.monitor import POSITION
+from fullshard.transport.tags import tag
 from tests.helpers.fake import fake_world
 
 WORLDS = [2, 3, 4]
@@ -167,7 +170,7 @@ def gathers(texts: list[str]) -> tuple[str, list[int]]:
         message = ""
     except DivergenceError as error:
         message = str(error)
-    assert POSITION.waiting is None
+    assert PROGRESS.waiting is None
     return message, collectives.values_of_all_ranks(rank, group, tag("afterwards"))
 
 
@@ -261,16 +264,16 @@ def test_debug_knows_its_checks() -> None:
     with pytest.raises(fullshard.ConfigurationError, match=r"'order' and 'streams'.*speed"):
         fullshard.debug("speed")
     fullshard.debug("order")
-    assert meetings.RULES.every_collective
+    assert RULES.every_collective
     fullshard.debug()
-    assert not meetings.RULES.every_collective
+    assert not RULES.every_collective
 
 
 def test_a_rank_of_a_fake_group_meets_nobody() -> None:
     with fake_world(4):
         fullshard.debug("order")
         try:
-            meetings.meet(dist.group.WORLD, tag("alone"), backend_named("fake"))
+            Meetings(dist.group.WORLD, backend_named("fake")).before(tag("alone"))
             assert journal_of(dist.group.WORLD).count == 1
         finally:
             fullshard.debug()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fullshard.divergence.journal import Journal, journal_of, journals, tag
+from fullshard.divergence.journal import Journal, journal_of, journals
 from fullshard.divergence.watchdog.connections import traffic
 from fullshard.divergence.watchdog.judge import Judgement
 from fullshard.divergence.watchdog.observation import (
@@ -30,6 +30,7 @@ from fullshard.divergence.watchdog.observation import (
     marks_of,
 )
 from fullshard.divergence.watchdog.stalls import FIRST_REPEAT_S, StallReports, stalls
+from fullshard.transport.tags import tag
 from tests.helpers.fake import fake_world
 
 

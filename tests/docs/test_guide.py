@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.divergence.journal import Tag
 from fullshard.transport import collectives
+from fullshard.transport.tags import Tag
 from fullshard.transport.transports import Coalesced
 from tests.helpers.compare import assert_close, assert_equal
 from tests.helpers.page_programs import DOCS, blocks, check_output, execute

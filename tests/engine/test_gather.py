@@ -18,22 +18,22 @@ from torch import Tensor, nn
 import fullshard.layout.segments
 from benchmarks.stream_settings import checked
 from fullshard import FullyShardedDataParallel, fully_shard
-from fullshard.divergence.journal import tag
 from fullshard.engine.full_params import all_gather_full
 from fullshard.engine.gather import Gather
 from fullshard.engine.known_groups import groups_of
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.route import Route
+from fullshard.engine.routes import Route
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import state_of
 from fullshard.layout.segments import Layout, flat_layout, gathers_in_place, per_row_layout
 from fullshard.storage.buffers import FlatShard, ShardBuffer, UploadBuffer, shard_of
-from fullshard.storage.codecs import Cast, Codec, Plain
+from fullshard.storage.codecs import AnyCodec, Cast, Plain
 from fullshard.torch_border import below_autograd
 from fullshard.transport.comm_objects import DefaultAllGather
 from fullshard.transport.observer import StepObserver
 from fullshard.transport.staged import Staged
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.tags import tag
 from fullshard.transport.transports import Coalesced, Transport
 from tests.helpers.compare import assert_equal
 from tests.helpers.fake import fake_world
@@ -96,7 +96,7 @@ class Alone:
     """The gather of one route, in no group."""
 
     def __init__(
-        self, codec: Codec, transport: Transport | None, beside: Beside | None = None
+        self, codec: AnyCodec, transport: Transport | None, beside: Beside | None = None
     ) -> None:
         self.codec = codec
         route = Route(codec, transport, beside)  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ def test_without_other_ranks_a_gather_is_a_cast() -> None:
     for local in shards.locals:
         local.fill_(3)
     dtypes = [torch.bfloat16] * 2
-    alone = Alone(Cast(shards.flat_shard, single, 0, dtypes, CPU, packed=False, sends=False), None)
+    alone = Alone(Cast(shards.flat_shard, single, 0, dtypes, CPU, packed=False), None)
     alone.run()
     assert_equal(
         list(alone.codec.params), [torch.full(shape, 3, dtype=torch.bfloat16) for shape in shapes]

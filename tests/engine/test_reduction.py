@@ -20,8 +20,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.divergence.journal import journal_of
-from fullshard.engine.reduction import ReduceEvents, Reduction
-from fullshard.engine.reduction_settings import DivideRule, divide_rule
+from fullshard.engine.reduction import Reduction
+from fullshard.engine.reduction_state import DivideRule, ReduceEvents, divide_rule
 from fullshard.engine.state import state_of
 from fullshard.engine.unreduced_gradients import gradients_were_cleared
 from fullshard.layout.placement import ParamPlacement

@@ -18,11 +18,11 @@ from torch import Tensor, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import UsageError
-from fullshard.divergence.journal import tag
 from fullshard.optim import AdamW8bit, Muon, ShardedOptimizer, param_cuts
 from fullshard.optim.replica_messages import ReplicaMessage
 from fullshard.transport import collectives
 from fullshard.transport.streams import is_capturing
+from fullshard.transport.tags import tag
 from tests.gpu.conftest import exchange
 from tests.gpu.graph_cases import (
     CASES,

@@ -23,7 +23,8 @@ from examples.int8_gather import Int8Gathered, gather_linear_weights_as_int8
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, replicate
 from fullshard.engine import reduction
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.reduction import ReduceEvents, Reduction, ReductionInFlight
+from fullshard.engine.reduction import Reduction, ReductionInFlight
+from fullshard.engine.reduction_state import ReduceEvents
 from fullshard.transport import collectives
 from fullshard.transport.streams import FSDPCommContext
 from fullshard.transport.transports import Coalesced, Exchanged

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 import fullshard.wrap
-from fullshard.engine.reduction import ReduceEvents
+from fullshard.engine.reduction_state import ReduceEvents
 from fullshard.transport.streams import FSDPCommContext
 from tests.gpu.lone_rank import lone_rank
 from tests.gpu.test_ranks import synchronised_collectives

@@ -37,7 +37,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.divergence.journal import POSITION
+from fullshard.divergence import monitor
+from fullshard.divergence.journal import note_exception
 from tests.helpers.backends import ENVIRONMENTS, own_device
 from tests.helpers.groups import leave_group, spare_collections
 from tests.helpers.life_cycle import check_every_change_of_state
@@ -160,12 +161,13 @@ def _run(job: Job) -> Report:
             store=dist.FileStore(str(job.store), job.world_size),
             timeout=job.group_timeout,
         )
+        monitor.install()
         torch.manual_seed(0)
         fn, args, kwargs = pickle.loads(job.call)
         return Report(result=pickled(fn(*args, **kwargs)))
     except BaseException as error:
         # The process goes on, as no other does: what others learn from an exception that ends a process.
-        POSITION.note_exception(error)
+        note_exception(error)
         return _failure(error)
 
 

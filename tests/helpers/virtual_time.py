@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fullshard.divergence.journal import Tag
 from fullshard.tracing.trace import Recording
 from fullshard.transport import spans
 from fullshard.transport.staged import Staged
+from fullshard.transport.tags import Tag
 from fullshard.transport.transports import Coalesced, Exchanged, Transport
 
 US = 1_000

@@ -251,9 +251,9 @@ fsdp2/fully_shard.py::_params_to_shard
     Parameters that are DTensors | engine/test_meshes::test_mistakes_are_the_same_clear_error_on_every_rank | engine/test_meshes::test_parameters_on_one_mesh_for_everything
 fsdp2/group_plan.py::GroupPlan.apply
     A plan can be applied once | features/test_grouping::test_a_plan_is_applied_once_and_to_the_model_it_was_made_for | features/test_grouping::test_a_plan_is_applied_once_and_to_the_model_it_was_made_for
-engine/active_dropout.py::warn_of_active_dropout
+divergence/active_dropout.py::warn_of_active_dropout
     model.eval() was not called | promises/test_unnoticed::test_dropout_without_gradients_is_named_before_ranks_generate_different_texts | promises/test_unnoticed::test_dropout_without_gradients_is_named_before_ranks_generate_different_texts
-engine/agreement.py::_compare
+divergence/agreement.py::_compare
      | divergence/test_agreement::test_a_rank_with_another_model_is_named_on_all_ranks | promises/test_legal_programs::test_ranks_may_ignore_different_modules_if_the_rest_is_the_same
 engine/at_rest.py::bring_to_rest
     within forward or backward | checkpoint/state/test_local_state::test_models_must_rest | checkpoint/state/test_local_state::test_models_must_rest
@@ -291,7 +291,7 @@ features/graphs/graphed_step.py::GraphedStep._capture
 features/group_units.py::GroupingOptions.check
     plan_groups takes the outermost | features/test_grouping::test_only_modules_with_a_forward_are_planned | features/test_grouping::test_the_root_may_be_a_sequential
     plan_groups needs parameters | features/test_grouping::test_without_parameters_there_is_nothing_to_plan | features/test_grouping::test_modules_that_are_sharded_already_are_left_alone
-engine/guarded_step.py::_guard_of
+divergence/guarded_step.py::_guard_of
     nothing here is | divergence/test_guarded_step::test_a_failure_reaches_all_ranks_and_only_what_can_be_skipped_is_skipped | divergence/test_guarded_step::test_a_rank_alone_may_skip_its_steps_too
 features/join.py::JoinedBatches.__init__
     needs a model that is sharded | features/test_join::test_models_are_as_before_however_a_block_is_left | features/test_join::test_any_rank_may_have_any_number_of_batches
@@ -339,7 +339,6 @@ engine/plain_params.py::compare_plain_gradients
 engine/param_group.py::FSDPParamGroup.check_nothing_assigned
     only while they are sharded | engine/test_replaced_params::test_parameters_that_cannot_be_taken_over_are_named | engine/test_replaced_params::test_parameters_may_change_places
 engine/process_hooks.py::_before_step
-    A guarded step ends before | divergence/test_guarded_step::test_a_failure_reaches_all_ranks_and_only_what_can_be_skipped_is_skipped | divergence/test_guarded_step::test_a_run_goes_on_after_failures_anywhere_as_if_no_rank_had_seen_those_batches
     Gradients must be reduced before | engine/test_unreduced_gradients::test_no_optimizer_updates_pieces_with_gradients_that_were_not_reduced | engine/test_unreduced_gradients::test_other_calls_leave_what_waits_as_it_should_be
     Backward must be finalized before | engine/test_backward_finalization::test_no_optimizer_steps_before_backward_is_finalized | engine/test_backward_finalization::test_no_optimizer_steps_before_backward_is_finalized
     A pipeline's step must end | features/test_pipelining::test_a_failed_step_is_not_optimized_and_the_next_one_is_right | features/test_pipelining::test_a_step_may_reduce_nothing
@@ -368,6 +367,8 @@ transport/collectives.py::check_exchanges
     exchanges memory on | promises/test_wire::test_gloo_does_not_exchange_memory_of_accelerators | promises/test_wire::test_gradients_are_summed_by_the_receiver
 engine/routes.py::Routes.late_extensions
     keeps plain tensors | storage/test_subclasses::test_parts_of_them_cannot_be_kept_and_wrappers_do_not_flatten_them | storage/test_subclasses::test_shards_end_as_with_torch
+divergence/compared_updates.py::refuse_within_guarded_step
+    A guarded step ends before | divergence/test_guarded_step::test_a_failure_reaches_all_ranks_and_only_what_can_be_skipped_is_skipped | divergence/test_guarded_step::test_a_run_goes_on_after_failures_anywhere_as_if_no_rank_had_seen_those_batches
 divergence/meetings.py::_agree
     same number of microbatches | divergence/test_meetings::test_ranks_that_call_different_collectives_raise_the_same_error_and_can_go_on | promises/test_skipped_forward::test_towers_of_all_shapes_train_as_in_one_process
 divergence/meetings.py::_different_updates
@@ -536,7 +537,7 @@ features/graphs/graphed_step.py::_check_arguments
 features/graphs/graphed_step.py::GraphedStep._entry_of | cannot take these inputs
 features/group_units.py::GroupingOptions.check | min_bytes and max_bytes
 features/group_units.py::GroupingOptions.check | keep_with_parent takes
-engine/guarded_step.py::guarded_step
+divergence/guarded_step.py::guarded_step
 engine/options.py::StateOptions.set_reshard_after_forward
 engine/options.py::StateOptions.set_post_optim_event
 transport/staged.py::_checked

@@ -16,7 +16,7 @@ from benchmarks.stream_settings import decoder, sharded, step
 from fullshard import FullyShardedDataParallel, fully_shard
 from fullshard.checks.stream_check import StreamCheck
 from fullshard.comm import DefaultReduceScatter
-from fullshard.engine import reduction
+from fullshard.engine import reduction_state
 from fullshard.engine.state import state_of
 from fullshard.storage import reduce_buffer
 from fullshard.storage.reduce_buffer import Arrangement, Order
@@ -35,7 +35,7 @@ def occurring(run: Callable[[], None]) -> set[Arrangement]:
         return decide(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduction, "arrangement", noting)
+        patch.setattr(reduction_state, "arrangement", noting)
         run()
     return found
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+import fullshard.storage.buffers
 from fullshard.layout.segments import (
     ALIGNMENT,
     ROW_ALIGNMENT,
@@ -512,6 +513,25 @@ def test_an_index_brings_gathered_rows_to_the_parameters(dtype: torch.dtype) -> 
     assert_equal(buffer._copy.args[2], copies[0].args[2])
     buffer.change_indices(None)
     assert buffer._copy is buffer._in_pieces, "it is distributed in the other way"
+
+
+@pytest.mark.parametrize("few_pieces", [0, 256])
+def test_accelerators_distribute_rows_by_one_kernel_or_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch, few_pieces: int
+) -> None:
+    monkeypatch.setattr(fullshard.storage.buffers, "FEW_PIECES", few_pieces)
+    group = per_row(((24, 4), 0, HALF), ((24,), 0, HALF), ((6, 16), 0, HALF), world=3)
+    buffers, wholes = gather_buffers(group, packed=True), full_params(group)
+    for buffer in buffers:
+        buffer.allocate_params()
+        buffer.device = torch.device("meta")  # as on a device that is not the CPU
+        buffer._copy = buffer._copy_of_rows(None)
+        assert isinstance(buffer._copy, partial)
+        assert (buffer._copy.func is torch.split_with_sizes_copy) == (few_pieces == 0)
+        assert buffer._copy is not buffer._in_pieces
+    all_gather(buffers, sharded(group, wholes))
+    for buffer in buffers:
+        assert_equal(buffer.params, wholes)
 
 
 @every_group

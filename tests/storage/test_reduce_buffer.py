@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from fullshard.engine.reduction import fill as laid_into, take_memory
+from fullshard.engine.reduction import fill as laid_into
+from fullshard.engine.reduction_state import joined
 from fullshard.layout.segments import ALIGNMENT, ROW_ALIGNMENT, Division
 from fullshard.storage.reduce_buffer import OutputView, ReduceBucket, ReduceBuffer
 from tests.helpers.compare import assert_equal
@@ -64,7 +65,8 @@ def reduce_buffers(
         storage = memory_of(buffer)
         if storage.nbytes():
             torch.tensor([], dtype=torch.uint8).set_(storage).fill_(RUBBISH)
-        take_memory(buffer)
+        buffer.allocate()
+        laid_into(buffer, {}, (), ())
         buffers.append(buffer)
     return buffers
 
@@ -86,7 +88,7 @@ def fill(buffer: ReduceBuffer, gradients: dict[int, Tensor]) -> None:
 
 
 def inputs_of(bucket: ReduceBucket) -> tuple[Tensor, ...]:
-    return bucket.inputs or (bucket.join_messages(),)
+    return tuple(bucket.inputs) or (joined(bucket),)
 
 
 def views_of(output: Tensor, views: Sequence[OutputView]) -> list[Tensor]:
@@ -287,8 +289,8 @@ def test_rank_after_rank_a_part_of_a_group_is_one_message_too() -> None:
     (buffer, _) = reduce_buffers(group, [0, 1, 2], rank_major=True)
     fill(buffer, {0: torch.ones(3, 4), 2: 2 * torch.ones(2, 2)})
     (bucket,) = buffer.buckets(frozenset([0, 2]))
-    assert bucket.inputs == ()  # they are copied into one message
-    sent = bucket.join_messages()
+    assert not bucket.inputs  # they are copied into one message
+    sent = joined(bucket)
     assert sent.numel() == 2 * bucket.numel
     assert [int((row == 1).sum()) for row in sent.view(2, -1)] == [8, 4]
     assert [int((row == 2).sum()) for row in sent.view(2, -1)] == [2, 2]

@@ -21,7 +21,7 @@ from fullshard import ConfigurationError, fully_shard, torch_border
 from fullshard.engine.state import state_of
 from fullshard.errors import CommunicationError
 from fullshard.mesh.backends import backend_named
-from fullshard.transport import collectives, comm_objects, staged, transports
+from fullshard.transport import collectives, comm_objects, monitor, transports
 from fullshard.transport.comm_objects import DefaultAllGather, DefaultReduceScatter, SymmetricPool
 from tests.helpers.compare import assert_close
 from tests.helpers.fake import fake_world
@@ -93,7 +93,7 @@ def stand_ins() -> Iterator[Memory]:
         patch.setattr(torch_border, "allocate_tensor", allocate)
         patch.setattr(torch_border, "choose_symmetric_backend", lambda name: None)
         patch.setattr(torch_border, "symmetric_bytes", symmetric)
-        for module in (collectives, comm_objects, staged, transports):
+        for module in (collectives, comm_objects, monitor, transports):
             patch.setattr(module, "backend_of", lambda group, device: backend_named("nccl"))
         patch.setattr(SymmetricPool, "give", give_and_overwrite)
         patch.setattr(comm_objects, "_POOLS", weakref.WeakKeyDictionary())

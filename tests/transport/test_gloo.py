@@ -23,8 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.divergence.journal import tag
 from fullshard.transport import collectives
+from fullshard.transport.tags import tag
 from tests.helpers.traffic import GATHER, Traffic
 
 NOT_COALESCED = "allgather_base"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from fullshard import fully_shard
-from fullshard.divergence.journal import Tag
 from fullshard.engine.known_groups import groups_of
+from fullshard.transport.tags import Tag
 from fullshard.transport.transports import Transport
 from tests.helpers.compare import assert_equal
 

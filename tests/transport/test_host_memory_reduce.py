@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
-from fullshard.divergence.journal import Tag
 from fullshard.engine.state import state_of
+from fullshard.transport.tags import Tag
 from fullshard.transport.transports import Transport
 from tests.helpers.compare import assert_equal
 from tests.helpers.models import make_decoder

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fullshard.divergence.journal import tag
+from fullshard.divergence import monitor
 from fullshard.errors import (
     CheckpointError,
     ConfigurationError,
@@ -24,6 +24,7 @@ from fullshard.errors import (
 from fullshard.mesh import axes as mesh
 from fullshard.mesh.backends import NOTHING, backend_of
 from fullshard.transport import collectives
+from fullshard.transport.tags import tag
 
 T = TypeVar("T")
 
@@ -33,6 +34,7 @@ class RankGroup:
 
     def __init__(self, group: ProcessGroup | None = None, purpose: str = "save or load") -> None:
         """Take the ranks of ``group``, or all ranks; ``purpose`` must be the same on all."""
+        monitor.install()
         self._tag = tag(f"checkpoint ({purpose})", of_step=False)  # states are compared one by one
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD

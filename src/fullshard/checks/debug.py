@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fullshard.divergence.meetings import RULES
+from fullshard.divergence.journal import RULES
 from fullshard.errors import ConfigurationError
 
 if TYPE_CHECKING:

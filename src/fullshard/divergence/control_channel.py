@@ -11,6 +11,7 @@ twice: the smallest and largest number so far, or a union of what ranks have sai
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -62,6 +63,7 @@ class ControlChannel:
         self._rounds: list[tuple[socket.socket, socket.socket]] = []
         """Per round, the socket to send to and the one to receive from: [Note: dissemination]."""
         _CHANNELS.add(self)
+        _observe_forks()
         self._timeout = timeout
         self._connect(store, self._timeout_s)
 
@@ -254,7 +256,9 @@ def _close_in_child() -> None:
         channel.close()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+@functools.cache
+def _observe_forks() -> None:
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 # --- connecting -------------------------------------------------------------------------------------

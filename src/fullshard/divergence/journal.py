@@ -1,59 +1,43 @@
-"""Where this rank is: which collectives it has called, and what it does now.
+"""Which collectives this rank has called, and where its process is.
 
 A `Journal` belongs to a process group. It numbers the collectives that fullshard calls there. Ranks that call the same
 collectives in the same order have equal journals; `meetings` and the watchdog compare them.
 
-`POSITION` is about the whole process: step, phase, module. The thread that trains writes both, at the cost of a few
-attributes per collective. The watchdog's thread reads them at any time. No lock is needed: each attribute is written
-at once, and a reader that sees one old attribute beside a new one only reports a place that was left just now.
+`PROGRESS` is about the whole process, beside the engine's own `POSITION`. The thread that trains writes both, at the cost
+of a few attributes per collective. The watchdog's thread reads them at any time. No lock is needed: each attribute is
+written at once, and a reader that sees one old attribute beside a new one only reports a place that was left just now.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
+import os
 import time
 import weakref
+from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
+from fullshard.divergence.verdict import VERDICT
 from fullshard.errors import exception_text
 from fullshard.mesh.backends import Backend
+from fullshard.transport.monitor import POSITION, GroupMonitor
+from fullshard.transport.tags import TAG_BITS, Tag
 
 RING = 1 << 14
 """How many of the last collectives a journal remembers: those of some seconds, even of a small model on a fast device."""
 MARKS = 512
 """How many of the last steps a journal remembers."""
-_MASK = (1 << 63) - 1
+_MASK = (1 << TAG_BITS) - 1
 
-_INVERSE = pow(31, -1, 1 << 63)
+_INVERSE = pow(31, -1, 1 << TAG_BITS)
 """Takes back what `Journal.note` multiplies by."""
-
-
-class Tag(NamedTuple):
-    """What a collective is for; equal on all ranks that call it together."""
-
-    text: str
-    """For messages: "all-gather of layers.3"."""
-    number: int
-    """A hash of the text, the same in every process; 63 bits."""
-    of_step: bool
-    """Whether ranks that call it must be in the same step. Not if they compare more than that by themselves."""
-
-
-@functools.lru_cache(
-    maxsize=4096
-)  # a program may build many models, or clip to another norm in every step
-def tag(text: str, *, of_step: bool = True) -> Tag:
-    """Return the tag with this text."""
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) & _MASK
-    return Tag(text, number, of_step)
 
 
 class Update(NamedTuple):
@@ -109,7 +93,7 @@ class Journal:
 
     def note(self, tag: Tag) -> None:
         """Note a collective that is about to be called."""
-        POSITION.moved = time.monotonic()
+        PROGRESS.moved = time.monotonic()
         count = self.count + 1
         place = count % RING
         self.tags[place] = tag
@@ -183,16 +167,6 @@ class Journal:
         return count > self.count + 1 - RING
 
 
-class Carrier(NamedTuple):
-    """What carries a process group's collectives on a device.
-
-    Who calls a collective in every step keeps it: to look it up takes the host longer than all else around the call.
-    """
-
-    backend: Backend
-    journal: Journal
-
-
 class Waiting(NamedTuple):
     """A wait of the thread that trains for other ranks."""
 
@@ -206,43 +180,30 @@ class Waiting(NamedTuple):
     """Whether the journal has what is waited for as its last collective; otherwise it comes after that."""
 
 
-class Position:
-    """What this process does now."""
+class Progress:
+    """What this process does now, beside the step's `POSITION`. Ranks that are threads share it; they have no watchdog."""
 
     def __init__(self) -> None:
         self.step = 0
         """Steps of optimizers over sharded parameters."""
-        self.phase = "outside"
-        """One of forward, backward, optimizer, outside."""
-        self.module = ""
-        """The sharded module that was entered last."""
         self.moved = time.monotonic()
         """When a step last began or ended, or a collective was last called."""
         self.journal: Journal | None = None
         """The journal of the process group on which a collective was last called."""
         self.waiting: Waiting | None = None
-        self.raised: str | None = None
-        """Type and message of an exception that has left a sharded forward or backward; None after a new forward."""
-        self.raised_in = ""
-        """Where that was: "forward of layers.3"."""
         self.guarded = False
         """Whether a guarded step is running. An exception is no reason not to wait for this rank then: it tells the others."""
 
-    def note_exception(self, error: BaseException) -> None:
-        """Note an exception that leaves a sharded forward or backward."""
-        if not self.guarded:
-            self.raised_in = self.text()
-            self.raised = exception_text(error)
 
-    def text(self) -> str:
-        """Return the place in the step for a message: "backward of layers.3"."""
-        if self.phase in ("forward", "backward") and self.module:
-            return f"{self.phase} of {self.module}"
-        return "outside of forward and backward" if self.phase == "outside" else self.phase
+PROGRESS = Progress()
 
 
-POSITION = Position()
-"""Ranks that are threads share it; they have no watchdog."""
+def note_exception(error: BaseException) -> None:
+    """Note an exception that leaves a sharded forward or backward, or ends the thread that trains."""
+    if not PROGRESS.guarded:
+        POSITION.raised_in = POSITION.text()
+        POSITION.raised = exception_text(error)
+
 
 _JOURNALS: weakref.WeakKeyDictionary[ProcessGroup, Journal] = weakref.WeakKeyDictionary()
 
@@ -268,3 +229,68 @@ def journals() -> list[Journal]:
         _JOURNALS.get(each) for each in groups if each is not None and torch_border.exists(each)
     ]
     return [journal for journal in found if journal is not None]
+
+
+# --- before a collective ------------------------------------------------------------------------------
+
+
+class Rules:
+    """When ranks meet."""
+
+    def __init__(self) -> None:
+        self.every_collective = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+        """Whether ranks meet before every collective, on every backend. In guarded steps they do anyway."""
+        self.by_backend = True
+        """Whether they meet where the backend's manners say so; False only to measure what that costs."""
+
+
+RULES = Rules()
+
+
+class NotedCollectives(GroupMonitor, ABC):
+    """The collectives that a backend carries for a process group: each is noted, and ranks meet before it where they do.
+
+    Here is what a collective costs where ranks do not meet: on a backend with streams, outside of guarded steps.
+    """
+
+    def __init__(self, group: ProcessGroup, backend: Backend) -> None:
+        self.group, self.backend = group, backend
+        self.journal = journal_of(group)
+
+    def before(
+        self, tag: Tag, inputs: Sequence[Tensor] = (), text: str | None = None
+    ) -> Sequence[str] | None:
+        """Note that a collective is about to be called, and let the ranks agree on it where they meet.
+
+        Raises:
+            StepFailedError: a rank has failed its guarded step.
+            DivergenceError: ranks are about to call different collectives, or a rank has gone.
+        """
+        if VERDICT.message is not None:
+            VERDICT.raise_if_diverged()
+        journal = self.journal
+        if journal.guard is not None:
+            journal.guard.raise_if_failed()
+        elif not journal.count:
+            self.begin()
+        digest = journal.digest
+        journal.note(tag)
+        PROGRESS.journal = journal
+        if (
+            text is None
+            and not (self.backend.has_meetings and RULES.by_backend)
+            and not RULES.every_collective
+            and journal.guard is None
+        ):
+            return None
+        return self.meet(tag, inputs, text or "", digest)
+
+    @abstractmethod
+    def begin(self) -> None:
+        """The first collective of the group comes next."""
+
+    @abstractmethod
+    def meet(
+        self, tag: Tag, inputs: Sequence[Tensor], text: str, digest: int
+    ) -> Sequence[str] | None:
+        """Agree on the collective that was noted last; the journal had ``digest`` before it."""

@@ -1,8 +1,8 @@
 """Before a collective: do all ranks call the same one?
 
-`meet` is called right before each collective, when all its memory has been taken and nothing can fail any more. It
-notes the collective in the journal. On gloo it also lets the ranks agree on it through the control channel. If they
-call different collectives, bring messages of different sizes, or are in different steps, all of them raise the same
+`before` of `Meetings` is called right before each collective, when all its memory has been taken and nothing can fail any
+more. It notes the collective in the journal. On gloo it also lets the ranks agree on it through the control channel. If
+they call different collectives, bring messages of different sizes, or are in different steps, all of them raise the same
 `DivergenceError` instead.
 
 So on gloo
@@ -19,29 +19,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn, cast
 
 from torch import Tensor
 from torch.distributed import DistBackendError, ProcessGroup, Work
 
 from fullshard import torch_border
+from fullshard.divergence import watchdog
 from fullshard.divergence.control_channel import ControlChannel
-from fullshard.divergence.journal import (
-    POSITION,
-    Journal,
-    Tag,
-    Update,
-    Waiting,
-    journal_of,
-)
+from fullshard.divergence.journal import PROGRESS, Journal, NotedCollectives, Waiting
 from fullshard.divergence.verdict import SLICE_S, VERDICT
 from fullshard.errors import DivergenceError, FullshardError, ranks_text
 from fullshard.mesh.backends import Backend, abort_all
+from fullshard.transport.monitor import POSITION
+from fullshard.transport.tags import Tag
 
 _SLICE = timedelta(seconds=SLICE_S * 5)
 _STEP = 0x9E3779B97F4A7C15
@@ -54,76 +49,65 @@ _SEPARATOR = "\0"
 """Between the parts of what a rank says, if it brings a text."""
 
 
-class Rules:
-    """When ranks meet."""
-
-    def __init__(self) -> None:
-        self.every_collective = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-        """Whether ranks meet before every collective, on every backend. In guarded steps they do anyway."""
-        self.by_backend = True
-        """Whether they meet where the backend's manners say so; False only to measure what that costs."""
+# --- the monitor of a process group's collectives ---------------------------------------------------
 
 
-RULES = Rules()
+class Meetings(NotedCollectives):
+    """The meetings of the ranks of a process group, and their waits."""
 
+    def begin(self) -> None:
+        """Let the ranks be watched from now on."""
+        watchdog.start()
 
-# --- meeting ----------------------------------------------------------------------------------------
+    def meet(
+        self, tag: Tag, inputs: Sequence[Tensor], text: str, digest: int
+    ) -> Sequence[str] | None:
+        """Agree on the collective that was noted last, and return what each rank says; None if they have no channel."""
+        try:
+            channel = channel_of(self.group, self.journal, self.backend)
+            if channel is None:
+                return None
+            return _agree(channel, self.journal, tag, sum(each.nbytes for each in inputs), text)
+        except DivergenceError:
+            # On all ranks, so their journals stay equal. After a failed step, `Guard.learn` has seen to that.
+            self.journal.withdraw(digest)
+            raise
 
+    def waited(self, work: Work) -> Work:
+        """Return a work whose wait others can see and that ends with the reason."""
+        return cast(Work, WatchedWork(work, self.journal, self.backend))
 
-def meet(
-    group: ProcessGroup,
-    tag: Tag,
-    backend: Backend,
-    inputs: Sequence[Tensor] = (),
-    *,
-    journal: Journal | None = None,
-    text: str | None = None,
-) -> Sequence[str] | None:
-    """Note that a collective is about to be called through ``backend``, and let the ranks agree on it where they meet.
+    @contextlib.contextmanager
+    def waiting(self, tag: Tag) -> Iterator[None]:
+        """Say that the host waits for a collective within, and name the collective if it fails."""
+        PROGRESS.waiting = Waiting(self.journal, tag.text, time.monotonic())
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, FullshardError):
+                raise
+            raise lost_within(tag.text, error) from error
+        finally:
+            PROGRESS.waiting = None
 
-    With ``text``, let them meet in any case, and return the text of each by its place in the group. No device is waited
-    for, and equal texts cost no more than a meeting. Otherwise return None, and also where ranks have no channel.
+    def refused(self, tag: Tag, error: DistBackendError) -> NoReturn:
+        """Raise the reason why the backend refuses a collective: it has failed before."""
+        abort_all()
+        journal = self.journal
+        PROGRESS.waiting = Waiting(journal, tag.text, time.monotonic())
+        try:
+            raise VERDICT.explain(
+                f"A backend must not fail, but that of rank {journal.ranks[journal.rank]} cannot call {tag.text} any more. It says: "
+                f"{error}. If it has lost a connection, a rank has ended, or the network between ranks is cut: see what the other "
+                "ranks printed last."
+            ) from error
+        finally:
+            PROGRESS.waiting = None
 
-    Args:
-        group: The ranks that call it.
-        tag: What it is for.
-        backend: The backend that carries it.
-        inputs: What it reads, if that must have the same size on all ranks. Where ranks meet, they compare the sizes,
-            too: gloo aborts the process when they differ.
-        journal: The group's, if the caller has it at hand.
-        text: What this rank brings to the meeting, if it is for that.
-
-    Raises:
-        StepFailedError: a rank has failed its guarded step.
-        DivergenceError: ranks are about to call different collectives, or a rank has gone.
-    """
-    if VERDICT.message is not None:
-        VERDICT.raise_if_diverged()
-    if journal is None:
-        journal = journal_of(group)
-    if journal.guard is not None:
-        journal.guard.raise_if_failed()
-    digest = journal.digest
-    journal.note(tag)
-    POSITION.journal = journal
-    # Most collectives are called where ranks do not meet: on a backend with streams, outside of guarded steps.
-    if (
-        text is None
-        and not (backend.has_meetings and RULES.by_backend)
-        and not RULES.every_collective
-        and journal.guard is None
-    ):
-        return None
-    try:
-        channel = channel_of(group, journal, backend)
-        if channel is None:
-            return None
-        nbytes = sum(tensor.nbytes for tensor in inputs)
-        return _agree(channel, journal, tag, nbytes, text or "")
-    except DivergenceError:
-        # On all ranks, so their journals stay equal. After a failed step, `Guard.learn` has seen to that.
-        journal.withdraw(digest)
-        raise
+    def made(self, group: ProcessGroup, backend: Backend) -> None:
+        """Guard the group, too, if this one is guarded."""
+        if self.journal.guard is not None:
+            self.journal.guard.add(group, backend)
 
 
 def meet_without_collective(channel: ControlChannel, journal: Journal, tag: Tag) -> None:
@@ -146,7 +130,7 @@ def _agree(
     channel: ControlChannel, journal: Journal, tag: Tag, nbytes: int, text: str = ""
 ) -> Sequence[str]:
     """Agree on a collective, and return the text that each rank brings to it."""
-    POSITION.waiting = Waiting(journal, tag.text, POSITION.moved)
+    PROGRESS.waiting = Waiting(journal, tag.text, PROGRESS.moved)
     step = journal.step * _STEP + journal.updates if tag.of_step else 0
     collective = (tag.number + step + nbytes * _BYTES) & _MASK
     try:
@@ -160,7 +144,7 @@ def _agree(
             f"{place}{_SEPARATOR}{collective}{_SEPARATOR}{text}" if text else place
         )
     finally:
-        POSITION.waiting = None
+        PROGRESS.waiting = None
     if journal.guard is not None:
         journal.guard.learn(journal, said)
     # Ranks without a text only name their place, and then only places are compared.
@@ -213,23 +197,16 @@ def channel_of(group: ProcessGroup, journal: Journal, backend: Backend) -> Contr
     """Return the control channel of a group, made at its first use, which is collective; None if it can have none."""
     found = _CHANNELS.get(group)
     if found is None and len(journal.ranks) > 1 and backend.ranks == "processes":
-        POSITION.waiting = Waiting(
-            journal, "the first collective of a process group", POSITION.moved
+        PROGRESS.waiting = Waiting(
+            journal, "the first collective of a process group", PROGRESS.moved
         )
         try:
             reference = weakref.ref(group)
             store, timeout = torch_border.store_of(group), lambda: _timeout_of(reference())
             found = _CHANNELS[group] = ControlChannel(journal, store, timeout)
         finally:
-            POSITION.waiting = None
+            PROGRESS.waiting = None
     return found
-
-
-def step_taken(updates: Mapping[ProcessGroup, Update]) -> None:
-    """Note that an optimizer has updated parameters which these groups shard or replicate."""
-    POSITION.step += 1
-    for group, update in updates.items():
-        journal_of(group).end_step(update)
 
 
 # --- waiting ----------------------------------------------------------------------------------------
@@ -238,11 +215,10 @@ def step_taken(updates: Mapping[ProcessGroup, Update]) -> None:
 class WatchedWork:
     """A `Work` for which the host waits: in slices where the backend can (see `verdict`), and with a name for others to see."""
 
-    def __init__(self, work: Work, group: ProcessGroup, backend: Backend) -> None:
+    def __init__(self, work: Work, journal: Journal, backend: Backend) -> None:
         self._work = work
         self._limit = (_SLICE,) if backend.has_sliced_waits else ()
-        self._journal = journal_of(group)
-        self._tag = self._journal.last_tag
+        self._journal, self._tag = journal, journal.last_tag
 
     def get_future(self) -> Any:
         """Return a future that is completed when the work is done."""
@@ -260,7 +236,7 @@ class WatchedWork:
         """
         work = self._work
         text = self._tag.text if self._tag is not None else ""
-        POSITION.waiting = Waiting(self._journal, text, time.monotonic())
+        PROGRESS.waiting = Waiting(self._journal, text, time.monotonic())
         try:
             while True:
                 try:
@@ -271,45 +247,7 @@ class WatchedWork:
                     if not self._limit or work.is_completed():
                         raise lost_within(text, error) from error
         finally:
-            POSITION.waiting = None
-
-
-@contextlib.contextmanager
-def waiting_for(group: ProcessGroup, tag: Tag) -> Iterator[None]:
-    """Say that the host waits for a collective within, and name the collective if it fails."""
-    POSITION.waiting = Waiting(journal_of(group), tag.text, time.monotonic())
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, FullshardError):
-            raise
-        raise lost_within(tag.text, error) from error
-    finally:
-        POSITION.waiting = None
-
-
-def refused(group: ProcessGroup, tag: Tag, error: DistBackendError) -> DivergenceError:
-    """Return the error for a collective that the backend refuses, since it has failed before."""
-    abort_all()
-    journal = journal_of(group)
-    POSITION.waiting = Waiting(journal, tag.text, time.monotonic())
-    try:
-        return VERDICT.explain(
-            f"A backend must not fail, but that of rank {journal.ranks[journal.rank]} cannot call {tag.text} any more. It says: "
-            f"{error}. If it has lost a connection, a rank has ended, or the network between ranks is cut: see what the other "
-            "ranks printed last."
-        )
-    finally:
-        POSITION.waiting = None
-
-
-@contextlib.contextmanager
-def calling(group: ProcessGroup, tag: Tag) -> Iterator[None]:
-    """Say why if the backend refuses the collective within."""
-    try:
-        yield
-    except DistBackendError as error:
-        raise refused(group, tag, error) from error
+            PROGRESS.waiting = None
 
 
 def lost_within(text: str, error: RuntimeError) -> DivergenceError:

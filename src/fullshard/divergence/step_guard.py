@@ -50,10 +50,12 @@ from torch.distributed import PrefixStore, ProcessGroup
 
 from fullshard import torch_border
 from fullshard.divergence.control_channel import ControlChannel
-from fullshard.divergence.journal import POSITION, Journal, Waiting, journal_of, tag
-from fullshard.divergence.meetings import channel_of, meet, meet_without_collective
+from fullshard.divergence.journal import PROGRESS, Journal, Waiting, journal_of
+from fullshard.divergence.meetings import Meetings, channel_of, meet_without_collective
 from fullshard.errors import ConfigurationError, StepFailedError, UsageError, ranks_text
 from fullshard.mesh.backends import Backend
+from fullshard.transport.monitor import POSITION
+from fullshard.transport.tags import tag
 
 _BEGINNING = tag("beginning of guarded steps")
 _FAILED = tag("a guarded step that has failed")
@@ -108,7 +110,7 @@ class StepGuard:
         for group in sorted(backends, key=lambda group: _key(journal_of(group))):
             journal = journal_of(group)
             # What ranks tell each other below is no collective, so they meet before it, on every backend.
-            meet(group, _BEGINNING, backends[group], text=_BEGINNING.text)
+            Meetings(group, backends[group]).before(_BEGINNING, text=_BEGINNING.text)
             channel = channel_of(group, journal, backends[group])
             if channel is not None:
                 links.append(_Link(channel, journal))
@@ -147,13 +149,13 @@ class StepGuard:
         for link in self._links.values():
             link.failures = None
             link.journal.guard = self
-        POSITION.guarded = bool(self._links)
+        PROGRESS.guarded = bool(self._links)
 
     def finish(self) -> None:
         """Guard the process groups no more."""
         for journal in self._links:
             journal.guard = None
-        POSITION.guarded = False
+        PROGRESS.guarded = False
 
     @property
     def has_learned(self) -> bool:
@@ -206,10 +208,11 @@ class StepGuard:
         """
         text = _SAYS + json.dumps(None if failure is None else asdict(failure))
         missing = [link for link in self._links.values() if link.failures is None]
-        POSITION.raised, POSITION.phase, POSITION.moved = None, "outside", time.monotonic()
+        POSITION.raised, POSITION.phase = None, "outside"
+        PROGRESS.moved = time.monotonic()
         if missing:
-            POSITION.waiting = Waiting(
-                missing[0].journal, "others, after a failed step", POSITION.moved, is_noted=False
+            PROGRESS.waiting = Waiting(
+                missing[0].journal, "others, after a failed step", PROGRESS.moved, is_noted=False
             )
         try:
             _tell(missing, text)
@@ -218,7 +221,7 @@ class StepGuard:
                 link.channel.hang_up()
             raise
         finally:
-            POSITION.waiting = None
+            PROGRESS.waiting = None
         if self._last is None:
             assert failure is not None, "there is nobody to learn from"
             return (failure,)

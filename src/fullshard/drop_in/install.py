@@ -41,6 +41,7 @@ from fullshard import (
     sharded_grad_scaler,
     wrap,
 )
+from fullshard.divergence import monitor
 from fullshard.drop_in.aliases import Alias, Sources, aliases_of, within
 from fullshard.drop_in.children import call_in_children
 from fullshard.errors import LifecycleError
@@ -146,6 +147,7 @@ def install(*, verbose: bool = False) -> Installation:
         LifecycleError: a model that torch's FSDP has sharded exists.
     """
     global _installation
+    monitor.install()
     if _installation is None:
         _put_back_patched()
         _refuse_torch_models()

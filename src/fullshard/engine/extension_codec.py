@@ -37,7 +37,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import torch_border
-from fullshard.divergence.journal import tag
 from fullshard.errors import ConfigurationError
 from fullshard.layout.segments import contiguous_strides
 from fullshard.policies import MixedPrecisionPolicy
@@ -49,6 +48,7 @@ from fullshard.storage.param import (
     has_all_gather_extension,
 )
 from fullshard.transport import collectives
+from fullshard.transport.tags import tag
 
 _SIZES = tag("sizes of all-gather extensions")
 

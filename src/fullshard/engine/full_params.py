@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from fullshard.divergence.journal import Tag, tag
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import ConfigurationError
 from fullshard.layout.segments import Layout
 from fullshard.storage.buffers import in_memory_order, shard_of
 from fullshard.storage.sharded_params import OrigParamShard, PlainShardedParam
 from fullshard.transport import collectives
+from fullshard.transport.tags import Tag, tag
 
 _AGREEING = tag(
     "full parameters (state_dict, optim_state_dict, load_state_dict or summon_full_params)"

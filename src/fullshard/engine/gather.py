@@ -16,10 +16,9 @@ import torch
 from torch.distributed import Work
 
 from fullshard import torch_border
-from fullshard.divergence.journal import Tag
-from fullshard.engine.route import Route
-from fullshard.engine.routes import Routes
+from fullshard.engine.routes import Route, Routes
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.tags import Tag
 
 
 class Gather:
@@ -77,7 +76,7 @@ class Gather:
                 extra = None if beside is None else beside.encode()
                 if transport is not None and not transport.in_place:
                     work = route.gather_in_one_message(
-                        extra or ((), ()), tag, observer, group, async_op=not asynchronous
+                        extra, tag, observer, group, async_op=not asynchronous
                     )
                 else:
                     with self._below_autograd:
@@ -106,7 +105,7 @@ class Gather:
             # once where there is room, and in a CUDA graph, where compute would wait for the copy.
             if asynchronous and beside is None:
                 at_once = route.is_small and (context.in_capture or context.has_room)
-                if at_once or not codec.takes_memory_late:
+                if at_once or not codec.packed:
                     self._decode(route, context, group)
 
     def finish(self, context: FSDPCommContext, group: Any) -> None:
@@ -147,7 +146,7 @@ class Gather:
             self.work.wait()
             if observer is not None:
                 observer.waited("gather", group)
-        if observer is not None and codec.takes_memory_late:
+        if observer is not None and codec.packed:
             # This is the moment with the most memory: staging and full parameters, both.
             codec.allocate_params()
             observer.memory_of_gathers(group)
@@ -175,18 +174,15 @@ class Gather:
 
     def release(self, context: FSDPCommContext) -> None:
         """Give gathered memory back, unless it is kept; on the compute stream, which has read it."""
+        route = self.route
+        assert route is not None, "present memory was gathered"
         self._released.record()
-        self.give_back()
+        if not self._routes.keeps_memory:
+            route.codec.release()
+            if route.beside is not None:
+                route.beside.release()
         if context.asynchronous:  # the host has nothing to wait for
             context.releases.append(self._released)
-
-    def give_back(self) -> None:
-        """Give memory back that nothing reads, unless it is kept."""
-        if self._routes.keeps_memory or self.route is None:
-            return
-        self.route.codec.release()
-        if self._routes.beside is not None:
-            self._routes.beside.release()
 
     def drop_kept(self, context: FSDPCommContext, group: Any) -> None:
         """Give the post-forward shard back, which is read by no gather."""

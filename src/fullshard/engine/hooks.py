@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import torch_border
-from fullshard.divergence.journal import POSITION
 from fullshard.engine import captures, profiler_ranges
 from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.schedule import Call
@@ -37,6 +36,7 @@ from fullshard.engine.tensor_trees import (
 )
 from fullshard.errors import LifecycleError
 from fullshard.storage import mixed_tensors
+from fullshard.transport.monitor import monitor
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -201,7 +201,7 @@ def _note_exception(state: FSDPState, step: Step, error: BaseException) -> None:
     if torch_border.backward_pass_id() != -1:
         return
     if state is step.root or step.root.call is None:
-        POSITION.note_exception(error)
+        monitor().exception_left(error)
         captures.end_failed_pass()
 
 

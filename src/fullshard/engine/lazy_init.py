@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from functools import partial
 
 from fullshard import torch_border
-from fullshard.divergence import watchdog
 from fullshard.engine import fused_linear, process_hooks
 from fullshard.engine.ownership import names_in_common
 from fullshard.engine.padding import warn_of_padding
@@ -78,7 +77,6 @@ def lazy_init(state: FSDPState) -> Step:
         warn_of_padding(states.items())
     fused_linear.install(step)
     process_hooks.install()
-    watchdog.start()
     return step
 
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from fullshard import torch_border
-from fullshard.divergence.journal import tag
 from fullshard.engine import known_groups
 from fullshard.engine.gather import Gather
 from fullshard.engine.model_changes import CHANGES
@@ -41,6 +40,7 @@ from fullshard.transport import comm_objects
 from fullshard.transport.observer import StepObserver
 from fullshard.transport.staged import Staged
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.tags import tag
 from fullshard.transport.transports import Transport
 
 _SERIAL_NUMBERS = itertools.count()
@@ -163,8 +163,8 @@ class FSDPParamGroup:
     def keep_unsharded_storage(self, keep: bool) -> None:
         """Keep gathered memory from now on, or give it back, at once if nothing is gathered."""
         self.routes.keeps_memory = keep
-        if not self.gathered:
-            self.gather.give_back()
+        if not keep and not self.gathered and self.routes.from_shards is not None:
+            self.routes.from_shards.abandon()
         CHANGES.note()
 
     def set_custom_all_gather(self, comm: comm_objects.AllGather | None) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard import torch_border
+from fullshard.engine.known_groups import groups_of
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.layout.names import clean_name
 from fullshard.mesh.backends import has_peers
@@ -62,12 +63,16 @@ def is_to_be_compared(optimizer: Optimizer) -> bool:
     return _LOOKED.get(optimizer, 0) < _LOOKS
 
 
-def compare_plain_gradients(optimizer: Optimizer, process_groups: Iterable[ProcessGroup]) -> None:
-    """Warn of plain parameters whose gradients differ between the ranks of these groups, which share sharded ones."""
+def compare_plain_gradients(optimizer: Optimizer) -> None:
+    """Warn of plain parameters whose gradients differ between ranks that share the optimizer's sharded ones."""
     if is_capturing():
         return
     _LOOKED[optimizer] = _LOOKED.get(optimizer, 0) + 1
-    peers = [group for group in process_groups if has_peers(group)]
+    meshes = [group.mesh_info for group in groups_of(params_of(optimizer))]
+    groups = (
+        each for mesh in meshes for each in (mesh.shard_process_group, mesh.replicate_process_group)
+    )
+    peers = [each for each in dict.fromkeys(groups) if each is not None and has_peers(each)]
     params = [param for param in params_of(optimizer) if _is_plain(param)] if peers else []
     with_gradient = [param for param in params if param.grad is not None]
     if params and not with_gradient:

@@ -17,12 +17,11 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -34,28 +33,25 @@ from torch.optim.optimizer import (
 )
 
 from fullshard import torch_border
-from fullshard.divergence.journal import POSITION, journal_of, journals
-from fullshard.divergence.meetings import step_taken
 from fullshard.engine import (
     backward_finalization,
     local_updates,
     optimizer_checks,
     pipelines,
 )
-from fullshard.engine.compared_updates import UpdatedParams, params_by_process_group, updates_of
 from fullshard.engine.known_groups import groups_of, unsharded_groups
-from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.engine.plain_params import compare_plain_gradients, is_to_be_compared
 from fullshard.engine.step import run_backward
 from fullshard.engine.unreduced_gradients import gradients_were_cleared, not_to_be_updated
-from fullshard.errors import LifecycleError, UsageError
+from fullshard.errors import LifecycleError
 from fullshard.storage.sharded_params import (
     GROUP_MARK,
     group_of,
     replaced_name,
     unsharded_name,
 )
+from fullshard.transport.monitor import POSITION, monitor
 
 _INSTALLING = threading.Lock()
 
@@ -88,27 +84,8 @@ _CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKe
 """How many parameters an optimizer had when it was checked."""
 
 
-class _Communicating(NamedTuple):
-    """The process groups over which an optimizer's parameters are sharded or replicated."""
-
-    process_groups: Mapping[ProcessGroup, UpdatedParams]
-    changes: int
-    """`CHANGES.count` when they were looked up; a change may give parameters another group."""
-    group_sizes: tuple[int, ...]
-    """How many parameters the optimizer had then."""
-
-
-_COMMUNICATING: weakref.WeakKeyDictionary[Optimizer, _Communicating] = weakref.WeakKeyDictionary()
-
-
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if any(each.guard is not None for each in journals()) and any(
-        journal_of(group).guard is not None for group in _process_groups(optimizer)
-    ):
-        raise UsageError(
-            "A guarded step ends before its optimizer's step, which cannot be taken back if another rank fails, but "
-            f"{type(optimizer).__name__}.step() was called within one. Call it after the block, if the step has not failed."
-        )
+    monitor().optimizer_begins(optimizer)
     POSITION.phase = "optimizer"
     optimizer_checks.check(optimizer)
     sizes = _group_sizes(optimizer)
@@ -117,7 +94,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         optimizer_checks.warn_of_pieces(optimizer)
         _CHECKED[optimizer] = sizes
     if is_to_be_compared(optimizer) and torch_border.backward_pass_id() == -1:
-        compare_plain_gradients(optimizer, _process_groups(optimizer))
+        compare_plain_gradients(optimizer)
     unreduced = not_to_be_updated(lambda: params_of(optimizer))
     if unreduced:
         raise LifecycleError(
@@ -175,9 +152,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     in_backward = torch_border.backward_pass_id() != -1
     POSITION.phase = "backward" if in_backward else "outside"
     # An optimizer that steps in backward does so when its gradients have arrived: not at the same place on all ranks.
-    updated = None if in_backward else _process_groups(optimizer)
-    if updated:
-        step_taken(updates_of(optimizer, updated))
+    if not in_backward:
+        monitor().optimizer_ended(optimizer)
     if isinstance(optimizer, torch_border.DelegatingOptimizer):
         return  # does so itself
     # Of every parameter in every step, so without a call of `group_of`.
@@ -187,18 +163,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if param.grad is not None and getattr(param, GROUP_MARK, None)
     ]
     torch.autograd.graph.increment_version(written)
-
-
-def _process_groups(optimizer: Optimizer) -> Mapping[ProcessGroup, UpdatedParams]:
-    """Return the process groups over which the optimizer's parameters are sharded or replicated, with those of each."""
-    known = _COMMUNICATING.get(optimizer)
-    sizes = _group_sizes(optimizer)
-    if known is None or known.changes != CHANGES.count or known.group_sizes != sizes:
-        params = params_of(optimizer)
-        found = params_by_process_group(optimizer, params, groups_of(params))
-        known = _Communicating(found, CHANGES.count, sizes)
-        _COMMUNICATING[optimizer] = known
-    return known.process_groups
 
 
 def _group_sizes(optimizer: Optimizer) -> tuple[int, ...]:

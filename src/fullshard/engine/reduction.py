@@ -1,10 +1,5 @@
 """One group's reductions: gradients are taken, laid into the reduce buffer, reduced over ranks and accumulated.
 
-    reduce              take `.grad` of the unsharded parameters, fill the reduce buffer, issue the collectives
-    accumulate          take it, and let it wait for a later backward (`unreduced_gradients`)
-    place_for_product   where backward writes a gradient by itself (`fused_linear`): a slot of the reduce buffer
-    drop                forget it: a step has failed
-
     compute stream          take gradients, fill the buffer, take memory for the results          `reduce`
     reduce-scatter stream   reduce-scatter, or exchange and sum
     all-reduce stream       sum over replicas (HSDP)
@@ -12,7 +7,8 @@
     compute stream          wait for the others, give memory back
 
 `.grad` of unsharded parameters is taken here and nowhere else. `reduce_buffer` decides how gradients lie, `transports` how
-they travel; `streams` keeps reductions in flight and finishes them. What users have chosen is in `reduction_settings`.
+they travel; `streams` keeps reductions in flight and finishes them. Gradients that wait for a later backward are in
+`unreduced_gradients`, what users choose and what only runs then in `reduction_state`.
 
 [Note: narrow on the wire]
 A reduce-scatter sums in the dtype it carries. To send bf16 and sum in fp32, an exchange (all-to-all)
@@ -33,49 +29,39 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from fullshard import torch_border
-from fullshard.divergence.journal import Tag, tag
-from fullshard.engine.reduction_settings import (
+from fullshard.engine.reduction_state import (
     UNDIVIDED,
-    ActiveRanks,
     DivideRule,
-    GradientDtypes,
-    ReduceSettings,
-    call_replacement,
+    ReductionState,
+    all_reduce_bytes,
+    bring_out,
     divide_rule,
     download,
+    joined,
+    reduce_here,
     run_hook,
+    staged,
 )
-from fullshard.engine.unreduced_gradients import UnreducedGradients
 from fullshard.layout.placement import is_unsummed, local_gradient
-from fullshard.layout.segments import Layout
-from fullshard.mesh.axes import DataParallelAxes
-from fullshard.policies import MixedPrecisionPolicy
-from fullshard.storage.param import FSDPParam
 from fullshard.storage.reduce_buffer import (
-    Arrangement,
     Cut,
-    Order,
     OutputView,
     ReduceBucket,
     ReduceBuffer,
-    arrangement,
-    lies_in_one_piece,
 )
 from fullshard.storage.sharded_params import DTensorShardedParam
 from fullshard.transport import collectives
-from fullshard.transport.observer import Collective, Observed, StepObserver
-from fullshard.transport.spans import Group
-from fullshard.transport.streams import Event, FSDPCommContext
+from fullshard.transport.observer import Collective, Observed
+from fullshard.transport.streams import Event
+from fullshard.transport.tags import Tag, tag
 from fullshard.transport.transports import Coalesced, Exchanged, Transport
 
 COPIED_BESIDE = 64 * 2**20
@@ -88,113 +74,8 @@ _IN_BACKWARD_OPTIMIZERS = torch_border.IN_BACKWARD_OPTIMIZERS
 _dtensor, _spec_of = torch_border.dtensor, torch_border.spec_of
 
 
-class ReduceTraffic(NamedTuple):
-    """Bytes of one reduction of all trainable parameters, on this rank."""
-
-    sent: int
-    """Bytes sent to other ranks, by a reduce-scatter or all-to-all."""
-    all_reduced: int
-    """Bytes sent to other replicas."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceEvents:
-    """Marks of one group's reductions in the streams; each reduction records them anew."""
-
-    ready: Event
-    """Compute has filled the input."""
-    input_read: Event
-    """The reduce-scatter has read it; the sharded gradients are final, too, unless something long follows."""
-    done: Event
-    """The sharded gradients are final; only behind an all-reduce or a user's hook."""
-
-    @classmethod
-    def new(cls, context: FSDPCommContext) -> ReduceEvents:
-        """Return events of the context's device."""
-        return cls(context.new_event(), context.new_event(), context.new_event())
-
-
-class Reduction:
-    """How one group's gradients are reduced, and what outlasts a reduction; lives as long as the group."""
-
-    def __init__(
-        self,
-        params: Sequence[FSDPParam],
-        layout: Layout,
-        mesh_info: DataParallelAxes,
-        device: torch.device,
-        *,
-        by_segment: bool,
-        low_precision: bool,
-        pinned: bool,
-    ) -> None:
-        """Begin without gradients; `derive_dtypes` and `connect` come before the first.
-
-        Args:
-            params: The group's parameters.
-            layout: The layout of all of them.
-            mesh_info: The ranks over which they are sharded and replicated.
-            device: Where gradients are computed.
-            by_segment: Whether all parameters of a segment get one sharded gradient. Then all are always reduced.
-            low_precision: Whether sharded gradients are in the compute dtype: see `GradientDtypes.gradient`.
-            pinned: Whether gradients that go to host memory go to page-locked memory.
-        """
-        self.settings = ReduceSettings(process_group=mesh_info.shard_peers, pinned=pinned)
-        self.dtypes = GradientDtypes(params, mesh_info, low_precision=low_precision)
-        self.unreduced = UnreducedGradients(params, layout)
-        self.params, self.mesh_info = params, mesh_info
-        self._layout, self._device, self._by_segment = layout, device, by_segment
-        self._buffer: ReduceBuffer | None = None
-        """None until there are gradients, and after its dtypes or trainable parameters have changed."""
-        self._writes_products = False
-        """Whether backward may write gradients into the reduce buffer: see `place_for_product`."""
-        self._open: ReduceBuffer | None = None
-        """The reduce buffer that backward writes gradients into now, until `reduce` sends it off."""
-        self._written: set[int] = set()
-        """Parameters whose slots in it are written."""
-        self._transports: dict[tuple[ProcessGroup, bool], Transport] = {}
-        """The process groups' own collectives; by group, which users may change, and whether gradients are exchanged."""
-        self._tags: dict[tuple[tuple[int, ...], bool], tuple[Tag, Tag]] = {}
-        self._models = "", ""
-        self.context: FSDPCommContext
-        self.events: ReduceEvents
-        self._group: weakref.ref[Group]
-        self._name: str
-
-    def connect(self, context: FSDPCommContext, group: Group, name: str) -> None:
-        """Join a model's streams; observers are told of ``group``, tags have ``name``, which no other group of the model has."""
-        self.context, self._name = context, name
-        self._group = weakref.ref(group)  # which holds us
-        self.unreduced.connect(context)
-        self.events = ReduceEvents.new(context)
-        self._transports.clear()
-        self.tell_apart("", "")
-
-    def tell_apart(self, model: str, model_among_replicas: str) -> None:
-        """Let tags say which model it is, of those over the same shards and over the same replicas."""
-        self._models = model, model_among_replicas
-        self._tags.clear()
-
-    def derive_dtypes(
-        self, policy: MixedPrecisionPolicy, compute_dtypes: Sequence[torch.dtype]
-    ) -> None:
-        """Derive the dtypes of sums, messages and sharded gradients from the policy and the parameters' dtypes."""
-        if self.dtypes.derive(policy, compute_dtypes):
-            self.forget_buffer()
-
-    def forget_buffer(self) -> None:
-        """Make the reduce buffer anew next time: dtypes, or which parameters are trainable, have changed."""
-        self._buffer = None
-
-    def set_active_ranks(self, active: ActiveRanks | None) -> None:
-        """Choose whose gradients count from the next backward on; None for those of all ranks.
-
-        Those that wait were added up when others counted. They are scaled, so that the next reduction divides
-        the gradients of each backward by the number of ranks that were active then.
-        """
-        if active != self.settings.active:
-            self.settings = replace(self.settings, active=active)
-        self.unreduced.set_active_fraction(self.settings.active_fraction)
+class Reduction(ReductionState):
+    """How one group's gradients are reduced; lives as long as the group."""
 
     # --- each backward ----------------------------------------------------------------------------
 
@@ -243,7 +124,7 @@ class Reduction:
                     if rule.before != 1:
                         torch._foreach_div_([*part.inputs], rule.before)
                     if transport is None:
-                        flight.reduce_here(part)
+                        reduce_here(flight.settings, part.outputs, part.inputs)
                     else:
                         # Averaging over shards and then over replicas is averaging over all.
                         reduce_tag, _ = self.tags_of(part.bucket)
@@ -256,7 +137,7 @@ class Reduction:
                     observed.observer.called("reduce", observed.group, flight.works)
                 if not on_host and flight.brings_out:
                     # Before the event: behind it, compute may reuse what was received or staged.
-                    flight.bring_out()
+                    bring_out(transport, flight.parts)
                 if not on_host and not flight.is_followed:
                     flight.accumulate()
             except BaseException:
@@ -295,12 +176,16 @@ class Reduction:
         if not gradients and not zeros and not written:
             return None
         context.make_room_for_reduction()
-        buffer, self._open = self._open or self._free_buffer({*gradients, *zeros}), None
+        buffer, self._open = self._open, None
+        if buffer is None:
+            buffer, needed = self._buffer, {*gradients, *zeros}
+            if buffer is None or context.reduce_inputs or not needed <= buffer.targets.keys():
+                buffer = self._free_buffer(needed)
         observer = context.observer
         if observer is not None:
             observer.memory_of_reductions(buffer, buffer.nbytes)
         if not written:
-            take_memory(buffer)
+            buffer.allocate()
         used = frozenset((*gradients, *zeros, *written))
         buckets = buffer.planned.get(used) or buffer.buckets(used)
         flight = ReductionInFlight(self, self._transport(), buffer, buckets)
@@ -342,22 +227,6 @@ class Reduction:
             self.forget_buffer()
         return gradients
 
-    def _without_gradient(self, gradients: Collection[int], *, include_unused: bool) -> set[int]:
-        """Return the parameters that take part as zeros: those with partial sums, and unused ones.
-
-        But not those of a group that has never been gathered: no rank has used them, as gathering is collective,
-        and zeros would let weight decay shrink them.
-        """
-        settings, partial = self.settings, self.unreduced.partial
-        missing = set(partial) if settings.all_reduce else set()
-        if include_unused and settings.zero_unused:
-            missing.update(
-                index
-                for index, param in enumerate(self.params)
-                if param.trainable and param.unsharded_param is not None
-            )
-        return missing.difference(gradients, self._written)
-
     def _transport(self) -> Transport | None:
         """Return how messages travel; None if they stay on this rank, or a user's function does the whole reduction."""
         settings = self.settings
@@ -366,11 +235,11 @@ class Reduction:
             return None
         if settings.transport is not None:
             return settings.transport
-        key = group, self.dtypes.wire is not None
-        found = self._transports.get(key)
+        exchanges = self.dtypes.wire is not None
+        found = self._transports.get((group, exchanges))
         if found is None:
-            made = (Exchanged if self.dtypes.wire is not None else Coalesced)(group, self._device)
-            found = self._transports[key] = made
+            found = (Exchanged if exchanges else Coalesced)(group, self._device)
+            self._transports[group, exchanges] = found
         return found
 
     def tags_of(self, bucket: ReduceBucket) -> tuple[Tag, Tag]:
@@ -398,47 +267,6 @@ class Reduction:
             )
         return found
 
-    # --- memory -----------------------------------------------------------------------------------
-
-    def _free_buffer(self, params: set[int]) -> ReduceBuffer:
-        """Return a reduce buffer that has no memory, with room for parameters; no reduction in flight reads it."""
-        context, buffer = self.context, self._buffer
-        if buffer is None or not params <= buffer.targets.keys():
-            buffer = self._buffer = self._new_buffer(self._device, params)
-            buffer.release()  # it took memory to make its views
-        elif context.reduce_inputs and buffer.allocated:
-            # Several inputs may be in flight, and this group's previous reduction still reads its own.
-            context.finish_inputs()
-        return buffer
-
-    def _new_buffer(self, device: torch.device, params: Collection[int] = ()) -> ReduceBuffer:
-        """Return a reduce buffer for the parameters that are trainable now, and for ``params``."""
-        info = self.mesh_info
-        return ReduceBuffer(
-            self._layout,
-            info.shard_mesh_rank,
-            [i for i, param in enumerate(self.params) if param.trainable or i in params],
-            self.dtypes.reduce,
-            self.dtypes.gradient,
-            device,
-            by_segment=self._by_segment,
-            rank_major=self.arrangement.order is Order.ROWS,
-            wire_dtype=self.dtypes.wire,
-            replica=(info.replicate_mesh_rank, info.replicate_mesh_size),
-        )
-
-    @property
-    def arrangement(self) -> Arrangement:
-        """How gradients lie from the next buffer on; a row of the table in `reduce_buffer`."""
-        transport = self.settings.transport
-        return arrangement(
-            self._layout,
-            self._device,
-            wire_dtype=self.dtypes.wire,
-            is_written=self._writes_products,
-            is_staged=transport is not None and not transport.in_place,
-        )
-
     def _prepare(self, bucket: ReduceBucket, flight: ReductionInFlight) -> _Part:
         """Take memory for what a bucket's collective brings, on the compute stream."""
         settings, transport, info = flight.settings, flight.transport, self.mesh_info
@@ -450,13 +278,13 @@ class Reduction:
             rule = divide_rule(bucket.reduce_dtype, num_ranks, settings.divide_by, force_sum)
         if settings.active is not None:
             rule = replace(rule, after=rule.after * settings.active_fraction)
-        inputs: Sequence[Tensor] = bucket.inputs or (bucket.join_messages(),)
         dtype, device = bucket.reduce_dtype, self.context.device
         same_dtype = bucket.gradient_dtype is dtype
         in_place = transport is None or transport.in_place
         if transport is not None and not in_place:
-            part = _staged(bucket, rule, inputs, transport)
+            part = _Part(bucket, rule, *staged(bucket, transport, self._layout.world))
         else:
+            inputs = bucket.inputs or [joined(bucket)]
             reduced = torch.empty(bucket.numel, dtype=dtype, device=device)
             views: Sequence[Tensor] = ()
             with flight.buffer.below_autograd:
@@ -466,7 +294,7 @@ class Reduction:
                     # The collective writes the gradients themselves, so one set of views is enough.
                     inputs, outputs = bucket.shaped_inputs, _views(reduced, bucket.gradients)
                     views = outputs
-            part = _Part(bucket, rule, inputs, outputs, reduced, views)
+            part = _Part(bucket, rule, inputs, outputs, reduced, views=views)
         if not same_dtype:
             part.final = torch.empty(bucket.numel, dtype=bucket.gradient_dtype, device=device)
         if transport is not None and in_place and receives:
@@ -475,118 +303,6 @@ class Reduction:
             part.outputs = part.lent
         flight.brings_out = flight.brings_out or bool(part.totals)
         return part
-
-    # --- gradients that backward writes in place --------------------------------------------------
-
-    def write_products(self) -> None:
-        """From now on let backward write gradients into the reduce buffer; between steps."""
-        if not self._writes_products:
-            self._writes_products = True
-            self.forget_buffer()
-
-    def takes_product(self, index: int) -> bool:
-        """Return whether backward may write a parameter's gradient: whether its slot is one piece."""
-        rank_major = self.arrangement.order is Order.ROWS
-        slot = self._layout.slots[index]
-        return self._writes_products and lies_in_one_piece(slot, rank_major=rank_major)
-
-    def place_for_product(self, index: int, *, reduced: bool) -> tuple[Tensor, bool] | None:
-        """Return where backward is to write a gradient now, and whether it adds to what is there; None for nowhere.
-
-        On the compute stream, for a parameter that `takes_product`. With ``reduced``, this backward reduces the group;
-        otherwise the gradient waits with those of other microbatches, and a sum that waits is added to there.
-
-        The place is the slot in the buffer that this backward's `reduce` sends off. It has memory from the first
-        gradient on, beside the inputs of reductions in flight: at most one more than `max_reductions` of them, and one for
-        each group that backward will come back to. No reduction reads it, since an earlier one of this group is waited
-        for here.
-        """
-        if self.settings.active is not None:
-            return None
-        if not reduced or self.unreduced.waits(index):
-            return self.unreduced.place_for(index, self.dtypes.unreduced[index])
-        if self._open is None:
-            buffer = self._open = self._free_buffer({index})
-            if self.context.observer is not None:
-                self.context.observer.memory_of_reductions(buffer, buffer.nbytes)
-            take_memory(buffer)
-        again = index in self._written
-        self._written.add(index)
-        return self._open.slot(index), again
-
-    def give_ordinary(self, index: int, gradient: Tensor) -> None:
-        """Add a gradient to the unsharded parameter's, as autograd does; its hook is still to run."""
-        param = self.params[index].unsharded_param
-        assert param is not None, "backward has come to it"
-        param.grad = gradient if param.grad is None else param.grad + gradient
-
-    @property
-    def has_products(self) -> bool:
-        """Whether backward has written gradients into a buffer that has not been sent off."""
-        return self._open is not None
-
-    def _withdraw_products(self, gradients: dict[int, Tensor]) -> None:
-        """Add what was written into the open buffer to ``gradients``, and give its memory back."""
-        buffer, self._open = self._open, None
-        assert buffer is not None, "it was written into"
-        for index in sorted(self._written):
-            product = buffer.slot(index).clone()
-            gradients[index] = product.add_(gradients[index]) if index in gradients else product
-        self._written.clear()
-        self._release(buffer)
-
-    def _release(self, buffer: ReduceBuffer) -> None:
-        buffer.release()
-        if self.context.observer is not None:
-            self.context.observer.memory_of_reductions(buffer, 0)
-
-    # --- forget -----------------------------------------------------------------------------------
-
-    def clear_sharded_gradients(self, unsharded: Collection[int], *, set_to_none: bool) -> None:
-        """Clear `.grad` of sharded parameters: ``zero_grad`` found the unsharded ones, with these ids."""
-        for param in self.params:
-            if id(param.unsharded_param) in unsharded:
-                param.sharded_param.clear_gradient(set_to_none=set_to_none)
-
-    def drop(self) -> None:
-        """Forget gradients that were not reduced: after a failed step, when no reduction is in flight."""
-        for param in self.params:
-            if param.unsharded_param is not None:
-                param.unsharded_param.grad = None
-        self.unreduced.drop()
-        for buffer in self.buffers():
-            if buffer.allocated:
-                self._release(buffer)
-        self._open = None
-        self._written.clear()
-
-    # --- for traces and plans ---------------------------------------------------------------------
-
-    def tell_memory(self, observer: StepObserver) -> None:
-        """Tell a new observer what memory is held for reductions now."""
-        observer.memory_of_reductions(self.unreduced, self.unreduced.nbytes)
-        if self._buffer is not None and self._buffer.allocated:
-            observer.memory_of_reductions(self._buffer, self._buffer.nbytes)
-
-    def buffers(self) -> list[ReduceBuffer]:
-        """Return the buffers that reductions read, with memory or without."""
-        return [buffer for buffer in (self._open, self._buffer) if buffer is not None]
-
-    def traffic(self) -> ReduceTraffic:
-        """Return what a reduction sends, on any device and before there is one.
-
-        Read off a buffer without memory that is made as the real ones are.
-        """
-        sent = all_reduced = 0
-        buffer = self._new_buffer(torch.device("meta"))
-        for bucket in buffer.buckets(frozenset(buffer.targets)):
-            reduced = bucket.numel * bucket.reduce_dtype.itemsize
-            inputs = sum(tensor.nbytes for tensor in bucket.inputs)
-            if self.arrangement.is_staged:
-                inputs = reduced * self._layout.world  # with what lies between segments
-            sent += inputs - inputs // self._layout.world
-            all_reduced += all_reduce_bytes(reduced, self.mesh_info.replicate_mesh_size)
-        return ReduceTraffic(sent, all_reduced)
 
 
 # --- one reduction in flight ----------------------------------------------------------------------
@@ -601,15 +317,15 @@ class _Part:
     inputs: Sequence[Tensor]
     """What the collective reads."""
     outputs: Sequence[Tensor]
-    """What the collective writes: views of `reduced`, or memory that is brought into `totals`."""
+    """What it writes: views of `reduced`, or memory that is brought into `totals`."""
     reduced: Tensor
     """This rank's reduced gradients, in the reduce dtype."""
-    views: Sequence[Tensor] = ()
-    """Views of `final` for each parameter, if there are any yet."""
-    totals: Sequence[Tensor] = ()
-    """Views of `reduced` into which `outputs` are brought: summed over ranks, or copied out of memory that is taken back."""
     lent: Sequence[Tensor] = ()
     """Memory of the transport, to be released when the input has been read."""
+    totals: Sequence[Tensor] = ()
+    """Views of `reduced` into which `outputs` are brought: summed over ranks, or copied out of memory that is taken back."""
+    views: Sequence[Tensor] = ()
+    """Views of `final` for each parameter, if there are any yet."""
     final: Tensor = field(init=False)
     """`reduced` in the dtype of the sharded gradients; the same tensor if the dtypes are equal."""
 
@@ -673,26 +389,6 @@ class ReductionInFlight:
 
     # --- on the stream of the collective ------------------------------------------------------------
 
-    def reduce_here(self, part: _Part) -> None:
-        """Do without a transport: let the user's function reduce, or copy what stays on this rank."""
-        replacement, is_sharded = self.settings.replacement, self.settings.process_group is not None
-        if not is_sharded:
-            torch._foreach_copy_(list(part.outputs), list(part.inputs))
-        if replacement is not None:
-            for output, tensor in zip(part.outputs, part.inputs, strict=True):
-                call_replacement(replacement, output, tensor, is_sharded=is_sharded)
-
-    def bring_out(self) -> None:
-        """Bring results out of memory that is given back with the input; after the collectives."""
-        assert self.transport is not None, "it has brought them"
-        for part in self.parts:
-            for received, total in zip(part.outputs, part.totals, strict=False):
-                if self.transport.sums_at_receiver:
-                    received = received.view(self.buffer.layout.world, -1)
-                    torch.sum(received, 0, dtype=total.dtype, out=total)
-                else:
-                    total.copy_(received)
-
     def accumulate_to_end(self) -> None:
         """Accumulate, and mark the end; after an exception, too, as some of it may be in the stream."""
         try:
@@ -706,15 +402,15 @@ class ReductionInFlight:
 
         On the stream of the last collective; on the CPU once the host has waited for it.
         """
-        self._accumulated = True
-        # Only in a backward with ``create_graph``, and outside of backward.
-        if torch.is_grad_enabled():
+        if (
+            torch.is_grad_enabled()
+        ):  # only in a backward with ``create_graph``, and outside of backward
             with torch.no_grad():
-                for part in self.parts:
-                    self._accumulate_part(part)
-        else:
-            for part in self.parts:
-                self._accumulate_part(part)
+                self.accumulate()
+            return
+        self._accumulated = True
+        for part in self.parts:
+            self._accumulate_part(part)
 
     def _accumulate_part(self, part: _Part) -> None:
         settings, bucket, reduced, final = self.settings, part.bucket, part.reduced, part.final
@@ -741,9 +437,8 @@ class ReductionInFlight:
         if not views:
             with self.buffer.below_autograd:
                 views = _views(final, bucket.gradients)
-        in_dtensors = (
-            type(sharded_params[0]) is DTensorShardedParam
-        )  # those of a group are of one kind
+        # Those of a group are of one kind.
+        in_dtensors = type(sharded_params[0]) is DTensorShardedParam
         for sharded_param, gradient in zip(sharded_params, views, strict=True):
             param = sharded_param.param
             if (
@@ -794,7 +489,7 @@ class ReductionInFlight:
             if observed is not None:
                 observed.observer.waited("reduce", observed.group)
         if self.brings_out and not context.asynchronous and self.issued:
-            self.bring_out()
+            bring_out(self.transport, self.parts)
         self._wait_for(self._events.input_read, "reduce")
         # The compute stream is behind the last read now, so the memory may go back to its pool.
         self.copy_in = None
@@ -852,11 +547,9 @@ class ReductionInFlight:
             return
         if not context.asynchronous:
             event = None
-        elif self._marks_end or self.is_followed:
+        elif self.is_followed:
             event = events.done
-            if (
-                not self._marks_end
-            ):  # behind copies to the host, which have no event in steps that are not observed
+            if not self._marks_end:  # behind a copy to the host, which has no event otherwise
                 with context.reduce_scatter:
                     event.record()
         else:
@@ -865,17 +558,6 @@ class ReductionInFlight:
 
 
 # --- copies and views -----------------------------------------------------------------------------
-
-
-def take_memory(buffer: ReduceBuffer) -> None:
-    """Take memory for a reduce buffer on the current stream (the compute stream) and zero the padding.
-
-    Each time, since the memory may be other memory than before and hold anything. Padding is reduced with the
-    gradients, and users' hooks see it.
-    """
-    buffer.allocate()
-    if buffer.pads:
-        torch._foreach_zero_(buffer.pads)
 
 
 def fill(
@@ -890,6 +572,9 @@ def fill(
     Parameters ``zeros`` have no gradient and take part as zeros. If backward has ``written`` gradients into their
     slots, what else these parameters have is added.
     """
+    if buffer.pads:
+        # They are reduced with the gradients, and users' hooks see them. The memory may hold anything.
+        torch._foreach_zero_(buffer.pads)
     if again := written and written & gradients.keys():
         for param in again:
             buffer.slot(param).add_(gradients[param])
@@ -922,25 +607,6 @@ def _pieces(gradients: Sequence[Tensor], cuts: Sequence[Cut]) -> list[Tensor]:
     return pieces
 
 
-def _staged(
-    bucket: ReduceBucket, rule: DivideRule, inputs: Sequence[Tensor], transport: Transport
-) -> _Part:
-    """Copy inputs into one message, row after row, in memory of the transport, and take memory for what comes back."""
-    world, receives = transport.group.size(), transport.sums_at_receiver
-    dtype = inputs[0].dtype if receives else bucket.reduce_dtype
-    output = transport.allocate(bucket.numel * (world if receives else 1), dtype)
-    packed = transport.allocate(bucket.numel * world, dtype)
-    rows = packed.view(world, bucket.numel).zero_()
-    torch._foreach_copy_(
-        [rows.narrow(1, start, numel) for start, numel in bucket.output_ranges],
-        [tensor.view(world, -1) for tensor in inputs],
-    )
-    if not receives and not transport.recycles:
-        return _Part(bucket, rule, [packed], [output], output, lent=[packed])
-    reduced = torch.empty(bucket.numel, dtype=bucket.reduce_dtype, device=packed.device)
-    return _Part(bucket, rule, [packed], [output], reduced, totals=[reduced], lent=[packed, output])
-
-
 def _views(tensor: Tensor, views: Sequence[OutputView]) -> list[Tensor]:
     """Return views of a tensor that is contiguous."""
     begin = tensor.storage_offset()
@@ -949,8 +615,3 @@ def _views(tensor: Tensor, views: Sequence[OutputView]) -> list[Tensor]:
         return [*itertools.starmap(tensor.as_strided, views)]
     # It may be part of a larger block.
     return [tensor.as_strided(shape, strides, begin + start) for shape, strides, start in views]
-
-
-def all_reduce_bytes(nbytes: int, ranks: int) -> int:
-    """Return what each of ``ranks`` sends to sum ``nbytes``: all shards but its own, and that once summed to all."""
-    return 2 * (ranks - 1) * nbytes // ranks

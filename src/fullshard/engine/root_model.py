@@ -9,15 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import ProcessGroup
 
-from fullshard.divergence.journal import journal_of, tag
 from fullshard.engine import pipelines, process_hooks
-from fullshard.engine.active_dropout import warn_of_active_dropout
-from fullshard.engine.agreement import ModelAgreement
 from fullshard.engine.model_changes import CHANGES
-from fullshard.engine.model_description import process_groups
 from fullshard.engine.ownership import unmanaged_params
+from fullshard.transport.monitor import monitor
 from fullshard.transport.streams import FSDPCommContext
 
 if TYPE_CHECKING:
@@ -29,7 +25,7 @@ class RootModel:
 
     def __init__(self, root: FSDPState, states: Sequence[FSDPState]) -> None:
         self.root, self.states = root, tuple(states)
-        self._agreement = ModelAgreement()
+        self._monitor = monitor().of_model()
         self.changes_seen = -1
         """`CHANGES.count` when ranks last compared the model."""
         self.tree_changed = True
@@ -65,40 +61,19 @@ class RootModel:
         """Compare the model with those of other ranks, if something has changed since they were compared."""
         if self.changes_seen == CHANGES.count:
             return
-        is_new = self.changes_seen < 0
-        self._agreement.renew(self.root, self.states, "forward")
-        self.changes_seen = self._agreement.changes_seen
-        if is_new:
-            self._tell_apart()
+        self._monitor.agree(self.root, self.states)
+        self.changes_seen = self._monitor.changes_seen
 
     def observe_stages(self) -> None:
         """Observe stages of pipelines, which have been imported; asked for at the beginning of every forward until then."""
         self.observes_stages = pipelines.observe()
 
-    def _tell_apart(self) -> None:
-        """Let collectives be named after this model: others on the same process groups may have the same modules.
-
-        Ranks that run two such models in different orders would gather one model of the shards of both. All ranks of a
-        process group take part in the agreement on each of its models, so they number them alike.
-        """
-        models: dict[ProcessGroup | None, str] = {None: ""}
-        for process_group in process_groups(self.states):
-            journal = journal_of(process_group)
-            journal.models += 1
-            models[process_group] = f" (model {journal.models})" if journal.models > 1 else ""
-        for group in (group for state in self.states for group in state.groups):
-            model = models.get(group.mesh_info.shard_peers, "")
-            group.gather_tag = tag(group.gather_tag.text + model)
-            group.reduction.tell_apart(
-                model, models.get(group.mesh_info.replicate_process_group, "")
-            )
-
     def _look_for_dropout(self) -> None:
-        """Warn once if a forward without gradients drops something: each rank would drop something else."""
+        """Tell of one forward without gradients in training mode: each rank would drop something else."""
         module = self.root.modules[0]
         if module.training and self._has_peers:
             self.may_drop = False
-            warn_of_active_dropout(module)
+            self._monitor.runs_without_gradients(module)
 
     @property
     def _has_peers(self) -> bool:

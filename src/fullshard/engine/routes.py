@@ -14,22 +14,206 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
 
-from fullshard.engine.extension_codec import Extension, WithExtension, WithoutExtension
-from fullshard.engine.post_forward_shard import PostForwardShard
-from fullshard.engine.route import Route
+from fullshard.engine.extension_codec import Extension, Messages, WithExtension, WithoutExtension
 from fullshard.errors import ConfigurationError
-from fullshard.layout.segments import gathers_in_place
-from fullshard.mesh.axes import DataParallelAxes, DataParallelMeshInfo
+from fullshard.layout.segments import Layout, gathers_in_place
+from fullshard.mesh.axes import DataParallelAxes, DataParallelMeshInfo, block_group
+from fullshard.mesh.backends import backend_of
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.storage.buffers import UploadBuffer
-from fullshard.storage.codecs import Buffered, Cast, Codec, Plain, Recoded
+from fullshard.storage.buffers import GatherBuffer, ShardBuffer, UploadBuffer, shard_of
+from fullshard.storage.codecs import AnyCodec, Cast, Plain, Recoded
 from fullshard.storage.copy_out import Indices
 from fullshard.storage.param import FSDPParam, has_all_gather_extension
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.shard_storage import ShardStorage
+from fullshard.transport.monitor import monitor
+from fullshard.transport.observer import StepObserver
 from fullshard.transport.streams import FSDPCommContext, is_capturing
+from fullshard.transport.tags import Tag, tag
 from fullshard.transport.transports import Coalesced, Transport
+
+_MAKING_GROUPS = tag("making of process groups for shards after forward")
+
+SMALL = 32 * 2**20
+"""Bytes of full parameters that are little memory: one more of their buffers is no matter for a step's memory."""
+
+
+class Route:
+    """Codec and transport from one source, and what its gathers have staged in the transport's memory."""
+
+    __slots__ = ("__weakref__", "beside", "codec", "is_small", "rows", "staged", "transport")
+
+    def __init__(
+        self, codec: AnyCodec, transport: Transport | None, beside: Extension | None
+    ) -> None:
+        """Without a ``transport`` there is no other rank, and to encode is all there is to gather."""
+        self.codec, self.transport, self.beside = codec, transport, beside
+        in_place = transport is None or transport.in_place
+        self.is_small = codec.nbytes <= SMALL and in_place
+        self.staged: Tensor | None = None
+        """Memory of the transport, from encoding to decoding: kept, so that nothing else gets it meanwhile."""
+        self.rows: Tensor | None = None
+        """The same as bytes of shape (world, bytes of one rank)."""
+
+    def gather_in_one_message(
+        self,
+        extra: Messages | None,
+        tag: Tag,
+        observer: StepObserver | None,
+        group: object,
+        *,
+        async_op: bool,
+    ) -> Work | None:
+        """Encode in memory of a transport that does not gather in place, and gather there; ``group`` is who is observed."""
+        codec, transport = self.codec, self.transport
+        assert transport is not None, "there are other ranks"
+        # One message per call is all such a transport promises, so extra messages are calls of their own. They
+        # are small, and the next one may be staged in the same memory, so each is waited for.
+        for full, own in zip(*(extra or ((), ())), strict=True):
+            work = transport.gather([full], [own], tag, async_op=async_op)
+            if work is not None:
+                work.wait()
+        world, numel = transport.group.size(), codec.message_nbytes // codec.dtype.itemsize
+        if not numel:
+            return None
+        self.staged = output = transport.allocate(numel * world, codec.dtype)
+        self.rows = rows = output.view(torch.uint8).view(world, -1)
+        codec.encode_in(rows)
+        own = output.view(world, -1)[transport.group.rank()]
+        if observer is not None:
+            observer.calls("gather", group, codec.received_bytes)
+        work = transport.gather([output], [own], tag, async_op=async_op)
+        if observer is not None:
+            observer.called("gather", group, (work,))
+        return work
+
+    def release_staged(self) -> None:
+        """Give memory of the transport back, on the stream that allocated it."""
+        if self.transport is not None and self.staged is not None:
+            self.transport.release(self.staged)
+        self.staged = self.rows = None
+
+    def abandon(self) -> None:
+        """Give all memory back, whatever a gather has come to: after a failure, decoding may take more of it."""
+        self.release_staged()
+        self.codec.release()
+        if self.beside is not None:
+            self.beside.abandon()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory for it now, a transport's included; what travels beside it has its own."""
+        return self.codec.held_bytes + (0 if self.staged is None else self.staged.nbytes)
+
+
+class PostForwardShard:
+    """What a rank keeps of the gathered parameters from forward to backward, to gather over fewer ranks.
+
+        layout over 4 ranks   | 0 | 1 | 2 | 3 |      between steps, and gathered for forward
+        layout over 2 of them |   0   |   1   |      kept after forward by ranks 0, 1 and again by 2, 3
+
+    The full parameters are cut once more, by a layout over the post-forward mesh, and this rank's shard of that is
+    copied aside before their memory is released. Backward gathers those shards into the same memory: the padding of a
+    layout over fewer ranks is never longer. Memory of the shard is allocated on the compute stream, which fills it, and
+    released to that stream.
+    """
+
+    def __init__(self, shard_group: ProcessGroup, layout: Layout) -> None:
+        """Keep shards over blocks of ranks of ``shard_group``, each as large as ``layout`` is for."""
+        self._shard_group = shard_group
+        self.process_group: ProcessGroup | None = None
+        """The ranks over which they are divided; None until something has been kept."""
+        self._layout = layout
+        self.route: Route | None = None
+        """Gathers what is kept; None until something has been."""
+        self._buffer: ShardBuffer | None = None
+        self._sources: list[Tensor] = []
+        """Views of the full parameters, parallel to the buffer's `locals`."""
+
+    @property
+    def size(self) -> int:
+        """Over how many ranks it is sharded."""
+        return self._layout.world
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it has now, beside the full parameters' own."""
+        if self._buffer is None or self.route is None:
+            return 0
+        return self._buffer.held_bytes + self.route.held_bytes
+
+    def keep(
+        self,
+        full: GatherBuffer,
+        dtypes: Sequence[torch.dtype],
+        transport: Transport | None,
+        context: FSDPCommContext,
+    ) -> None:
+        """Copy this rank's shard of the full parameters, which are in memory; on the compute stream.
+
+        The event that then gives their memory back also ends this copy, and every gather waits for
+        such events: [Note: memory and streams], rule 1.
+        """
+        if self._buffer is None:
+            self._buffer = self._prepare(full, dtypes, transport, context)
+        # The compute stream copies, not the all-gather stream: it is the last to read the full parameters, so one
+        # event of it ends both.
+        self._buffer.allocate()
+        torch._foreach_copy_(self._buffer.locals, self._sources)
+
+    def _prepare(
+        self,
+        full: GatherBuffer,
+        dtypes: Sequence[torch.dtype],
+        transport: Transport | None,
+        context: FSDPCommContext,
+    ) -> ShardBuffer:
+        layout = self._layout
+        # Not earlier: making a process group is collective, and before the first forward ranks have not compared
+        # whether all of them ask for one.
+        backend = backend_of(self._shard_group, context.device)
+        told = monitor().of_group(self._shard_group, backend)
+        told.before(_MAKING_GROUPS)
+        group = self.process_group = block_group(self._shard_group, layout.world)
+        told.made(group, backend)
+        rank = group.rank()
+        # Made for the process group of all shards, if it was chosen; memory of its own is the other group's, too.
+        transport = Coalesced(group, context.device) if transport is None else transport.over(group)
+        # Tensors made under inference_mode could not be saved for a later backward.
+        with torch.inference_mode(False):
+            buffer = ShardBuffer(layout, rank, dtypes, context.device)
+            with context.all_gather:
+                codec = Cast(
+                    buffer.flat_shard,
+                    layout,
+                    rank,
+                    dtypes,
+                    context.device,
+                    packed=not transport.in_place or not gathers_in_place(layout, dtypes),
+                    # The same memory: what autograd saved in forward are views of it.
+                    into=full,
+                )
+            self.route = Route(codec, transport, None)
+            self._sources = [
+                shard_of(layout, i, rank, param) for i, param in enumerate(full.params)
+            ]
+            return buffer
+
+    def release(self) -> None:
+        """Give the memory back to the compute stream, which is ordered after the last read of it."""
+        assert self._buffer is not None, "asked for after `keep`"
+        self._buffer.release()
+
+    def forget_memory(self) -> None:
+        """Build everything anew at the next `keep`: full parameters will be in other memory, or of other dtypes.
+
+        Before: nothing is kept now.
+        """
+        self._buffer = self.route = None
+        self._sources = []
 
 
 class GatherTraffic(NamedTuple):
@@ -90,9 +274,9 @@ class Routes:
         self._context = context
         context.host_reads_results = context.host_reads_results or self.uploads
         codec = None if self.from_shards is None else self.from_shards.codec
-        if isinstance(codec, Buffered):  # built for other streams
+        if isinstance(codec, Cast):  # built for other streams
             with context.all_gather:
-                codec.buffer.change_indices(self._indices)
+                codec.change_indices(self._indices)
 
     @property
     def _indices(self) -> Indices | None:
@@ -145,7 +329,7 @@ class Routes:
         peers = self._mesh_info.shard_peers
         # Made under inference_mode, the unsharded parameters could never be trained.
         with torch.inference_mode(False):
-            codec: Codec = (
+            codec: AnyCodec = (
                 Plain(self._shards.buffer)
                 if self._shards_are_full and not self.uploads
                 else self._codec_on(self._device)
@@ -162,7 +346,7 @@ class Routes:
             "there is one to keep"
         )
         full = self.from_shards.codec
-        assert isinstance(full, Buffered), "several ranks hold the parameters"
+        assert not isinstance(full, Plain), "several ranks hold the parameters"
         self.post_forward.keep(full, self.compute_dtypes, self.transport, context)
 
     @property
@@ -177,7 +361,7 @@ class Routes:
         alone = self._mesh_info.shard_mesh_size == 1 and self.codec is None
         return alone and self.compute_dtypes == dtypes
 
-    def _codec_on(self, device: torch.device) -> Codec:
+    def _codec_on(self, device: torch.device) -> AnyCodec:
         shards, info, here = self._shards, self._mesh_info, device == self._device
         layout, dtypes = shards.buffered_layout, self.compute_dtypes
         sends = info.shard_peers is not None
@@ -187,7 +371,7 @@ class Routes:
             else shards.buffer.flat_shard
         )
         if self.codec is not None:
-            return self.codec(source, layout, info.shard_mesh_rank, dtypes, device, sends=sends)
+            return self.codec(source, layout, info.shard_mesh_rank, dtypes, device)
         stages = sends and self.transport is not None and not self.transport.in_place
         return Cast(
             source,
@@ -196,7 +380,6 @@ class Routes:
             dtypes,
             device,
             packed=stages or (sends and not gathers_in_place(layout, dtypes)),
-            sends=sends,
             indices=self._indices if here and not stages else None,
         )
 

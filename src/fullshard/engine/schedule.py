@@ -201,14 +201,13 @@ class Schedule(Generic[Unit]):
         previous, following = self._previous_order, max(self._place, self._next)
         return following == len(previous) or previous[following] is not unit
 
-    def end_forward(self) -> None:
-        """The forward of the whole model has ended; its order is the forecast for the next."""
+    def end_forward(self) -> bool:
+        """The forward of the whole model has ended; its order is the forecast for the next.
+
+        Return whether an output of it can receive a gradient; of a unit that was used twice, the latest counts.
+        """
         self._previous_order, self._order = self._order, []
         self._in_forward = False
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether an output of this forward can receive a gradient; of a unit that was used twice, the latest counts."""
         for call in self._latest.values():  # the root's comes first, and mostly has one
             if call.has_backward:
                 return True

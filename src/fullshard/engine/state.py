@@ -13,7 +13,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fullshard.divergence import watchdog
 from fullshard.engine.installed_full_params import InstalledFullParams
 from fullshard.engine.observed_use import ObservedUse
 from fullshard.engine.options import StateOptions
@@ -57,7 +56,6 @@ class FSDPState:
         self.ignored: IgnoredParams = {} if ignored is None else ignored
         """Parameters below the modules that the user wants to be left alone."""
         self.set_name("")
-        watchdog.start()  # before the first forward: a rank may fail earlier, while others run theirs
         self.shared_context: FSDPCommContext | None = None
         """For a root: streams that it shares with other models."""
         self.step: Step | None = None

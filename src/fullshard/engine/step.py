@@ -70,7 +70,6 @@ import torch
 from torch import Tensor
 
 from fullshard import torch_border
-from fullshard.divergence.journal import POSITION
 from fullshard.engine import (
     backward_inputs,
     captures,
@@ -85,6 +84,7 @@ from fullshard.engine.sharded_state import Retention, ShardedState
 from fullshard.engine.training_state import TrainingState
 from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.storage.param import FSDPParam
+from fullshard.transport.monitor import POSITION, monitor
 from fullshard.transport.observer import Part
 from fullshard.transport.streams import FSDPCommContext, any_graph
 
@@ -340,7 +340,7 @@ class Step:
         # comes the loss, where the memory of a step usually peaks, and the first gather of backward
         # hides behind it.
         self._give_back_last()
-        has_backward = torch.is_grad_enabled() and self.schedule.has_backward
+        has_backward = self.schedule.end_forward() and torch.is_grad_enabled()
         for state in self.states:
             options = state.options
             kept = not options.reshard_after_forward and (
@@ -357,7 +357,6 @@ class Step:
                     state.use_sharded_params()
         if self.context.host_reads_results and not torch.is_grad_enabled():
             self.context.synchronize()  # no backward will; the host may write the shards now
-        self.schedule.end_forward()
         POSITION.phase = "outside"
 
     # --- gathers and releases, in both passes ------------------------------------------------------
@@ -808,7 +807,7 @@ def run_backward(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         else:
             gradients = run(*args, **options)
     except BaseException as error:
-        POSITION.note_exception(error)
+        monitor().exception_left(error)
         captures.end_failed_pass()
         told = backward_inputs.needed_too_late(error)
         if told is None:

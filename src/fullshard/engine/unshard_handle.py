@@ -8,14 +8,14 @@ import torch
 
 from fullshard import torch_border
 from fullshard.engine import captures
-from fullshard.engine.agreement import ModelAgreement
 from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.sharded_state import Retention, ShardedState
 from fullshard.engine.state import FSDPState
+from fullshard.transport.monitor import ModelMonitor, monitor
 
-_AGREEMENTS: weakref.WeakKeyDictionary[FSDPState, ModelAgreement] = weakref.WeakKeyDictionary()
-"""Agreements of states that are gathered before their model's first forward, one for each state."""
+_MONITORS: weakref.WeakKeyDictionary[FSDPState, ModelMonitor] = weakref.WeakKeyDictionary()
+"""Monitors of states that are gathered before their model's first forward, one for each state."""
 
 
 class UnshardHandle:
@@ -38,9 +38,9 @@ def unshard_state(state: FSDPState, async_op: bool) -> UnshardHandle | None:
     idle = state.step is None or not state.step.busy
     with torch_border.outside_transforms():
         if state.step is None:
-            agreement = _AGREEMENTS.setdefault(state, ModelAgreement())
-            if agreement.changes_seen != CHANGES.count:
-                agreement.renew(state, (state,), "unshard() before the first forward")
+            told = _MONITORS.get(state) or _MONITORS.setdefault(state, monitor().of_model())
+            if told.changes_seen != CHANGES.count:
+                told.agree(state, (state,), "unshard() before the first forward")
             if len(state.modules) == 1 and torch.is_grad_enabled():
                 # Its parameters may be used without a forward of its own, and their gradients are to be reduced. A root
                 # around it takes it over in its first forward.

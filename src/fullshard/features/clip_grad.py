@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.divergence.journal import tag
+from fullshard.divergence import monitor
 from fullshard.engine.known_groups import groups_of
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import named_states
@@ -31,6 +31,7 @@ from fullshard.layout.placement import ParamPlacement
 from fullshard.storage.flat_parameter import FlatParameter
 from fullshard.storage.sharded_params import PlainShardedParam, unsharded_name
 from fullshard.transport.streams import is_capturing
+from fullshard.transport.tags import tag
 
 __all__ = ["clip_grad_norm_"]
 
@@ -72,6 +73,7 @@ def clip_grad_norm_(
             "error_if_nonfinite makes the host read the norm, which cannot be captured in a CUDA graph. Leave it out in a "
             "captured step, and look at the norm that is returned after the replay."
         )
+    monitor.install()
     clipping = Clipping(parameters, norm_type)
     norm = clipping.norm(max_norm, foreach=foreach is not False)
     if error_if_nonfinite and not math.isfinite(norm.item()):

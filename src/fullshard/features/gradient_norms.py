@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from fullshard.divergence.journal import Tag
 from fullshard.transport import collectives
+from fullshard.transport.tags import Tag
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

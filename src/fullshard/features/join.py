@@ -22,10 +22,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fullshard.divergence.journal import tag
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.reduction import Reduction
-from fullshard.engine.reduction_settings import ActiveRanks
+from fullshard.engine.reduction_state import ActiveRanks
 from fullshard.engine.state import named_states
 from fullshard.errors import (
     ConfigurationError,
@@ -37,6 +36,7 @@ from fullshard.errors import (
 )
 from fullshard.mesh.axes import global_rank
 from fullshard.transport import collectives
+from fullshard.transport.tags import tag
 
 T = TypeVar("T")
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
 from fullshard.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from fullshard.divergence.journal import tag
 from fullshard.engine import process_hooks
 from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
@@ -46,6 +45,7 @@ from fullshard.storage.param import FSDPParam, fits_in_buffers
 from fullshard.storage.shard_formats import FlatFormat, FlatParameterFormat, ShardFormat
 from fullshard.storage.sharded_params import ParamModuleInfo, reads_gradients
 from fullshard.transport import collectives
+from fullshard.transport.tags import tag
 
 _KEPT_AFTER_FORWARD = (
     ShardingStrategy.SHARD_GRAD_OP,

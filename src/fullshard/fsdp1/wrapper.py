@@ -30,6 +30,7 @@ from fullshard.api import (
     StateDictSettings,
     StateDictType,
 )
+from fullshard.divergence import monitor
 from fullshard.engine import fused_linear, hooks
 from fullshard.engine.ownership import has_forward, managed_modules
 from fullshard.engine.state import state_of
@@ -118,6 +119,7 @@ class FullyShardedDataParallel(
         *,
         fuse_gradients: bool = False,
     ) -> None:
+        monitor.install()
         super().__init__()
         arguments = {
             "process_group": process_group,

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard import torch_border
+from fullshard.divergence import monitor
 from fullshard.engine import hooks, process_hooks
 from fullshard.engine.options import StateOptions
 from fullshard.engine.ownership import (
@@ -154,6 +155,7 @@ def fully_shard(
     Returns:
         The same object, now also an `FSDPModule`.
     """
+    monitor.install()
     modules = _checked_modules("fully_shard", module)
     _check_options(mp_policy, offload_policy, dp_mesh_dims)
     ignored = _checked_params("ignored_params", ignored_params)
@@ -221,6 +223,7 @@ def replicate(
     Returns:
         The same object, now also a `ReplicateModule`.
     """
+    monitor.install()
     modules = _checked_modules("replicate", module)
     _check_options(mp_policy, offload_policy, dp_mesh_dims)
     ignored = _checked_params("ignored_params", ignored_params)

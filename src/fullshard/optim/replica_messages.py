@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from fullshard.divergence.journal import Tag, tag
 from fullshard.errors import ConfigurationError, LifecycleError, fault_paragraphs
 from fullshard.optim.param_cuts import labels_of, listed
 from fullshard.transport import collectives
+from fullshard.transport.tags import Tag, tag
 
 STATES = tag("optimizer: states of the replicas")
 

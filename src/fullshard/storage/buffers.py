@@ -117,6 +117,18 @@ def release_storages(tensors: Iterable[Tensor]) -> None:
         tensor.untyped_storage().resize_(0)
 
 
+def views_of_params(
+    buffer: Buffer, layout: Layout, starts: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> list[Tensor]:
+    """Return the full parameters in a buffer whose segments begin at these bytes."""
+    return [
+        buffer.view(
+            dtype, starts[slot.segment] + slot.start * dtype.itemsize, slot.shape, slot.strides
+        )
+        for slot, dtype in zip(layout.slots, dtypes, strict=True)
+    ]
+
+
 def shard_of(layout: Layout, param: int, rank: int, full: Tensor) -> Tensor:
     """Return what ``rank`` holds of a full parameter, as a view of it."""
     slot, piece = layout.slots[param], layout.piece(param, rank)
@@ -215,15 +227,7 @@ class ShardBuffer:
     def full_params(self) -> list[Tensor]:
         """For a rank that holds everything: other aliases of the full parameters, in their shapes."""
         assert self._layout.world == 1, "the others hold the rest"
-        return [
-            self._buffer.view(
-                dtype,
-                self._starts[slot.segment] + slot.start * dtype.itemsize,
-                slot.shape,
-                slot.strides,
-            )
-            for slot, dtype in zip(self._layout.slots, self._dtypes, strict=True)
-        ]
+        return views_of_params(self._buffer, self._layout, self._starts, self._dtypes)
 
     def empty_copy_on(self, device: torch.device) -> ShardBuffer:
         """Return a buffer for the same shards on another device, allocated on the current stream."""
@@ -295,6 +299,9 @@ class GatherBuffer:
     allocates, fills and frees it. Staging has memory from `allocate` to `copy_out` or `release`, and at no other time.
     """
 
+    source: Source
+    """What `fill` reads this rank's shard from: set by a codec."""
+
     def __init__(
         self,
         layout: Layout,
@@ -331,36 +338,41 @@ class GatherBuffer:
         self.nbytes = placement.nbytes
         """Bytes of the full parameters, padding included."""
         self._starts: tuple[int, ...] = placement.starts if into is None else into._starts
-        self.params = [
-            self.full.view(
-                dtype,
-                self._starts[slot.segment] + slot.start * dtype.itemsize,
-                slot.shape,
-                slot.strides,
-            )
-            for slot, dtype in zip(layout.slots, dtypes, strict=True)
-        ]
+        self.params = views_of_params(self.full, layout, self._starts, dtypes)
         """Per parameter, the data of its unsharded parameter."""
         self.outputs: list[Tensor] = []
         """Bytes that collectives gather into."""
         self.inputs: list[Tensor] = []
         """Parallel to `outputs`, the bytes that this rank sends, which lie in them."""
-        self.own_shard = FlatShard([], None)
-        """This rank's pieces in the compute dtype: what the shard is cast and copied into."""
         self._packing = shard_offsets(layout, range(len(layout.segments)), self._dtypes)
         self.message_nbytes = self._packing.nbytes if message_nbytes is None else message_nbytes
         """Bytes of one rank's message, if all travels in one."""
-        self._copy: Callable[[], object] | None = None
-        """Copies what is staged to the full parameters; None if nothing is, or a codec does."""
+        self._is_one_dtype = len(set(self._dtypes)) == 1
+        uniform = self._is_one_dtype and message_nbytes is None
+        self.dtype = self._dtypes[0] if uniform else torch.uint8
+        """Of memory of a transport."""
+        self._is_staged = [packed or not _is_zero_copy(layout, i) for i in range(len(self._dtypes))]
+        """By segment, whether it arrives elsewhere than its parameters lie."""
+        self._targets = self._staged_targets()
+        """Parts of the full parameters, parallel to `_staged_sources`."""
         self._cells: tuple[Tensor, Tensor] | None = None
         """Staged rows and full parameters, as cells that are copied by an index."""
-        if packed:
-            self._stage_rows(device)
+        self._copy: Callable[[], object] | None = None
+        """Copies what is staged to the full parameters; None if nothing is, or a codec does."""
+        if not packed:
+            pieces = self._pieces_in_place()
+            self.own_shard = FlatShard([piece[rank] for piece in pieces], None)
+            self._copy = by_pieces(self._targets, self._staged_sources(pieces))
+        else:
+            self._staging = Buffer(self.message_nbytes * layout.world, device)
+            self._add_message(self._staging, 0, self.message_nbytes)
+            shape = layout.world, self.message_nbytes
+            self.rows = self._staging.view(torch.uint8, 0, shape)
+            """The message of each rank, if all travels in one."""
             if message_nbytes is None:
                 self.own_shard = self.shard_in(self.rows)
+                """This rank's pieces in the compute dtype: what the shard is cast and copied into."""
                 self._copy = self._copy_of_rows(indices)
-        else:
-            self._prepare_in_place(device)
         # Views are made of present memory only. Now only what `fill` would have allocated stays.
         if into is not None:
             self._staging.release()
@@ -381,104 +393,33 @@ class GatherBuffer:
 
     # --- what is made once ------------------------------------------------------------------------
 
-    def _prepare_in_place(self, device: torch.device) -> None:
+    def _pieces_in_place(self) -> list[Tensor]:
+        """Add a message for each segment, and return the ranks' pieces of each; staging has memory now."""
         layout, world = self._layout, self._layout.world
-        staged = [not _is_zero_copy(layout, index) for index in range(len(layout.segments))]
+        numels = [segment.piece_numel for segment in layout.segments]
         staging = block_offsets(
-            [s.piece_numel * world * flag for s, flag in zip(layout.segments, staged, strict=True)],
+            [n * world * flag for n, flag in zip(numels, self._is_staged, strict=True)],
             self._dtypes,
         )
-        self._staging = Buffer(staging.nbytes, device)
-        targets, sources = list[Tensor](), list[Tensor]()
-        for index, segment in enumerate(layout.segments):
-            dtype = self._dtypes[index]
-            buffer, start = (
-                (self._staging, staging.starts[index])
-                if staged[index]
-                else (self.full, self._starts[index])
-            )
-            self._add_message(buffer, start, segment.piece_numel * dtype.itemsize)
-            own = start + self._rank * segment.piece_numel * dtype.itemsize
-            self.own_shard.segments.append(buffer.view(dtype, own, (segment.piece_numel,)))
-            if staged[index]:
-                param = segment.params[0]
-                targets += rank_chunks(layout, param, self._full_alias(index))
-                sources += staged_chunks(layout, param, buffer, start, dtype)
-        if targets:
-            self._copy = by_pieces(targets, sources)
-
-    def _stage_rows(self, device: torch.device) -> None:
-        nbytes, world = self.message_nbytes, self._layout.world
-        self._staging = Buffer(nbytes * world, device)
-        self._add_message(self._staging, 0, nbytes)
-        self.rows = self._staging.view(torch.uint8, 0, (world, nbytes))
-        """The message of each rank, if all travels in one."""
-
-    def _copy_of_rows(self, indices: Indices | None) -> Callable[[], object] | None:
-        """Choose what copies `rows` to the full parameters: see the table."""
-        self._targets = targets = self._packed_targets()
-        """Parts of the full parameters, parallel to `_packed_sources`."""
-        sources = self._packed_sources(self.rows)
-        self._in_pieces = by_pieces(targets, sources)
-        # On accelerators one kernel copies contiguous tensors of one dtype. So the ranks' pieces are copied one by one
-        # as long as they are few. Many are split by another kernel. Both take the host a time for each piece. With an
-        # index the host does not know the pieces, and the device is done as soon; but the index takes memory.
-        on_cpu = self.device.type == "cpu"
-        if on_cpu or not self._is_uniform or not min(map(Tensor.numel, targets)):
-            return self._in_pieces
-        if indices is not None and can_be_indexed(self.nbytes, self._dtypes[0]):
-            full = self.full.view(CELL_DTYPE, 0, (self.nbytes // CELL,))
-            self._cells = self.rows.view(CELL_DTYPE).view(-1), full
-            return by_cells(*self._cells, self._index(indices))
-        if len(targets) * self._layout.world <= FEW_PIECES:
-            return by_pieces(
-                [piece for target in targets for piece in target.unbind()],
-                [piece for source in sources for piece in source.unbind()],
-            )
-        order = sorted(range(len(self._dtypes)), key=self._packing.starts.__getitem__)
-        return by_rows(self.rows.view(self._dtypes[0]), [targets[index] for index in order])
-
-    @property
-    def _is_uniform(self) -> bool:
-        """Whether a rank's pieces are of one dtype, without gaps, and full parameters are made of them by splitting."""
-        layout = self._layout
-        numel = sum(segment.piece_numel for segment in layout.segments)
-        return (
-            len(set(self._dtypes)) == 1
-            and numel * self._dtypes[0].itemsize == self._packing.nbytes
-            and all(slot.zero_copy for slot in layout.slots)
-        )
-
-    def _index(self, indices: Indices) -> Tensor:
-        """Return where each cell of the full parameters comes from."""
-        itemsize, layout = self._dtypes[0].itemsize, self._layout
-        sizes = [segment.piece_numel * itemsize for segment in layout.segments]
-        pieces = zip(sizes, self._packing.starts, self._starts, strict=True)
-        return cell_index(
-            indices, self.device, layout.world, self.message_nbytes, self.nbytes, [*pieces]
-        )
-
-    def change_indices(self, indices: Indices | None) -> None:
-        """Take the index from others, of the current stream; None if none can be made. For a group that changes streams."""
-        if self._cells is not None:
-            self._copy = self._in_pieces
-            if indices is not None:
-                self._copy = by_cells(*self._cells, self._index(indices))
-
-    def _full_alias(self, segment: int) -> Tensor:
-        """Another alias of a segment's one parameter: writing to `params` would raise their versions."""
-        shape = self._layout.slots[self._layout.segments[segment].params[0]].shape
-        return self.full.view(self._dtypes[segment], self._starts[segment], shape)
+        self._staging = Buffer(staging.nbytes, self.device)
+        pieces = []
+        for index, (numel, dtype) in enumerate(zip(numels, self._dtypes, strict=True)):
+            staged = self._is_staged[index]
+            buffer = self._staging if staged else self.full
+            start = (staging.starts if staged else self._starts)[index]
+            self._add_message(buffer, start, numel * dtype.itemsize)
+            pieces.append(buffer.view(dtype, start, (world, numel)))
+        return pieces
 
     def _add_message(self, buffer: Buffer, start: int, piece_bytes: int) -> None:
         if piece_bytes:  # a collective has nothing to do for parameters without elements
             own = start + self._rank * piece_bytes
-            self.outputs.append(
-                buffer.view(torch.uint8, start, (piece_bytes * self._layout.world,))
-            )
+            output = buffer.view(torch.uint8, start, (piece_bytes * self._layout.world,))
+            self.outputs.append(output)
             self.inputs.append(buffer.view(torch.uint8, own, (piece_bytes,)))
 
     def _pieces_in(self, rows: Tensor) -> list[Tensor]:
+        """Return the ranks' pieces of each segment, in one message of each rank."""
         pieces = []
         for segment, dtype, start in zip(
             self._layout.segments, self._dtypes, self._packing.starts, strict=True
@@ -488,39 +429,93 @@ class GatherBuffer:
             pieces.append(piece.view(dtype) if piece.numel() else piece.to(dtype))
         return pieces
 
-    def _packed_targets(self) -> list[Tensor]:
+    def _staged_targets(self) -> list[Tensor]:
         layout, targets = self._layout, list[Tensor]()
         for index, segment in enumerate(layout.segments):
+            if not self._is_staged[index]:
+                continue
+            param, start, dtype = segment.params[0], self._starts[index], self._dtypes[index]
+            # Other aliases than `params`, whose versions writing would raise.
             if _is_zero_copy(layout, index):
                 shape = (layout.world, segment.piece_numel)
-                targets.append(self.full.view(self._dtypes[index], self._starts[index], shape))
+                targets.append(self.full.view(dtype, start, shape))
             else:
-                targets += rank_chunks(layout, segment.params[0], self._full_alias(index))
+                alias = self.full.view(dtype, start, layout.slots[param].shape)
+                targets += rank_chunks(layout, param, alias)
         return targets
 
-    def _packed_sources(self, rows: Tensor) -> list[Tensor]:
+    def _staged_sources(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Return parts of ``pieces``, which has those of all ranks for each segment."""
         layout, sources = self._layout, list[Tensor]()
-        for index, pieces in enumerate(self._pieces_in(rows)):
-            if _is_zero_copy(layout, index):
-                sources.append(pieces)
-                continue
-            for rank in range(layout.world):
-                held = layout.piece(layout.segments[index].params[0], rank)
-                sources.append(pieces[rank, : held.numel].view(held.shape))
+        for index, piece in enumerate(pieces):
+            if self._is_staged[index] and _is_zero_copy(layout, index):
+                sources.append(piece)
+            elif self._is_staged[index]:
+                for rank in range(layout.world):
+                    held = layout.piece(layout.segments[index].params[0], rank)
+                    sources.append(piece[rank, : held.numel].view(held.shape))
         return sources
+
+    def _copy_of_rows(self, indices: Indices | None) -> Callable[[], object] | None:
+        """Choose what copies `rows` to the full parameters: see the table."""
+        targets, sources = self._targets, self._staged_sources(self._pieces_in(self.rows))
+        self._in_pieces = by_pieces(targets, sources)
+        # On accelerators one kernel copies contiguous tensors of one dtype. So the ranks' pieces are copied one by one
+        # as long as they are few. Many are split by another kernel. Both take the host a time for each piece. With an
+        # index the host does not know the pieces, and the device is done as soon; but the index takes memory.
+        on_cpu = self.device.type == "cpu"
+        if on_cpu or not self._is_uniform or not min(map(Tensor.numel, targets)):
+            return self._in_pieces
+        if indices is not None and can_be_indexed(self.nbytes, self.dtype):
+            full = self.full.view(CELL_DTYPE, 0, (self.nbytes // CELL,))
+            self._cells = self.rows.view(CELL_DTYPE).view(-1), full
+            return by_cells(*self._cells, self._index(indices))
+        if len(targets) * self._layout.world <= FEW_PIECES:
+            unbound = (
+                [part for each in side for part in each.unbind()] for side in (targets, sources)
+            )
+            return by_pieces(*unbound)
+        order = sorted(range(len(self._dtypes)), key=self._packing.starts.__getitem__)
+        return by_rows(self.rows.view(self.dtype), [targets[index] for index in order])
+
+    @property
+    def _is_uniform(self) -> bool:
+        """Whether a rank's pieces are of one dtype, without gaps, and full parameters are made of them by splitting."""
+        layout = self._layout
+        numel = sum(segment.piece_numel for segment in layout.segments)
+        return (
+            self._is_one_dtype
+            and numel * self.dtype.itemsize == self._packing.nbytes
+            and all(slot.zero_copy for slot in layout.slots)
+        )
+
+    def _index(self, indices: Indices) -> Tensor:
+        """Return where each cell of the full parameters comes from."""
+        layout = self._layout
+        sizes = [segment.piece_numel * self.dtype.itemsize for segment in layout.segments]
+        pieces = [*zip(sizes, self._packing.starts, self._starts, strict=True)]
+        row = self.message_nbytes
+        return cell_index(indices, self.device, layout.world, row, self.nbytes, pieces)
+
+    def change_indices(self, indices: Indices | None) -> None:
+        """Take the index from others, of the current stream; None if none can be made. For a group that changes streams."""
+        if self._cells is not None:
+            self._copy = self._in_pieces
+            if indices is not None:
+                self._copy = by_cells(*self._cells, self._index(indices))
 
     # --- in memory of a transport -----------------------------------------------------------------
 
     def shard_in(self, rows: Tensor) -> FlatShard:
         """This rank's pieces in ``rows``, bytes of shape (world, `message_nbytes`)."""
         each = [pieces[self._rank] for pieces in self._pieces_in(rows)]
-        one_dtype = len(set(self._dtypes)) == 1 and rows.numel() > 0
-        return FlatShard(each, rows[self._rank].view(self._dtypes[0]) if one_dtype else None)
+        has_row = self._is_one_dtype and rows.numel() > 0
+        return FlatShard(each, rows[self._rank].view(self._dtypes[0]) if has_row else None)
 
     def copy_out_of(self, rows: Tensor) -> None:
         """Distribute a message that was gathered in memory of a transport."""
         self.allocate_params()
-        torch._foreach_copy_(self._targets, self._packed_sources(rows))
+        torch._foreach_copy_(self._targets, self._staged_sources(self._pieces_in(rows)))
         self._staging.release()
 
     # --- in every step ----------------------------------------------------------------------------
@@ -532,10 +527,11 @@ class GatherBuffer:
         if self._staging.nbytes:
             self._staging.allocate()
 
-    def fill(self, source: Source) -> None:
+    def fill(self) -> None:
         """Take memory to gather into and copy this rank's shard to it, on the current stream."""
+        # The cast into the buffer and the collective are on one stream, so no event is needed between them.
         self.allocate()
-        source.copy_into(self.own_shard)
+        self.source.copy_into(self.own_shard)
 
     def allocate_params(self) -> None:
         """Take memory for the full parameters of a packed gather, unless they have it."""
@@ -556,10 +552,6 @@ class GatherBuffer:
         if self._copy is not None:
             self._copy()
             self._staging.release()
-
-    def release_staging(self) -> None:
-        """Give the memory of messages back; a codec has decoded them."""
-        self._staging.release()
 
     def release(self) -> None:
         """Give the memory back."""

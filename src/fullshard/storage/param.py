@@ -286,7 +286,7 @@ class UnshardedWrites:
 
 
 PRE_ALL_GATHER, POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-"""Methods of an all-gather extension: see `all_gather_extensions`."""
+"""Methods of an all-gather extension: see `engine.extension_codec`."""
 
 
 def has_all_gather_extension(local: Tensor) -> bool:

@@ -119,9 +119,9 @@ class ReduceBucket:
     numel: int
     """Elements of the reduce output."""
     messages: list[Tensor]
-    """Views of the buffer, flat. If they do not lie so, (world, elements for a rank) each."""
-    inputs: tuple[Tensor, ...] = field(init=False)
-    """What the collective reads, rank after rank; empty if it must be copied first (`join_messages`)."""
+    """Views of the buffer: flat, or if they do not lie so, (world, elements for a rank) each."""
+    inputs: Sequence[Tensor] = field(init=False)
+    """What the collective reads, rank after rank; empty if it must be copied first (`copy_into`)."""
     shaped_inputs: Sequence[Tensor]
     """The same in the shapes of parameters, each reduced into one of `gradients`; empty if they cannot be."""
     ranges: Sequence[tuple[int, int]]
@@ -144,10 +144,10 @@ class ReduceBucket:
     """Whether `sum_copies` has anything to do."""
     _sums: list[tuple[int, int, int]] = field(init=False)
     """For 0-d parameters: where the gradient goes, and start and number of the contributions to it."""
-    _cuts: _Cuts = field(init=False)
+    _cuts: tuple[list[int], list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.inputs = tuple(self.messages) if self.messages[0].ndim == 1 else ()
+        self.inputs = self.messages if self.messages[0].ndim == 1 else []
         self.is_whole = self.output_ranges == [(0, self.numel)]
         self._cuts = _cuts(self.output_ranges, self.numel)
         brought = list(zip(self.gradients, map(self.contributions.get, self.params), strict=True))
@@ -158,14 +158,16 @@ class ReduceBucket:
     def outputs_in(self, reduced: Tensor) -> list[Tensor]:
         """Return the parts of the reduce output that the inputs are reduced into."""
         # One call: a view for each would take the host twice as long.
-        parts = torch.unsafe_split_with_sizes(reduced, self._cuts.lengths)
-        return [parts[place] for place in self._cuts.places]
+        lengths, places = self._cuts
+        parts = torch.unsafe_split_with_sizes(reduced, lengths)
+        return [parts[place] for place in places]
 
-    def join_messages(self) -> Tensor:
-        """Copy messages that do not lie flat into one input, rank after rank, with zeros in the gaps."""
-        rows = self.messages[0].new_zeros(len(self.messages[0]), self.numel)
-        torch._foreach_copy_([rows.narrow(1, *each) for each in self.ranges], self.messages)
-        return rows.view(-1)
+    def copy_into(self, rows: Tensor) -> None:
+        """Copy messages into one of (world, `numel`), with zeros in the gaps."""
+        rows.zero_()
+        ranges = self.output_ranges if self.inputs else self.ranges
+        messages = [message.view(len(rows), -1) for message in self.messages]
+        torch._foreach_copy_([rows.narrow(1, *each) for each in ranges], messages)
 
     def zero_gaps(self, reduced: Tensor) -> None:
         """Zero what lies between the reduced gradients, where nobody's elements are; after `sum_copies`."""
@@ -197,22 +199,16 @@ def lies_in_one_piece(slot: Slot, *, rank_major: bool) -> bool:
     return slot.division is Division.FLAT or (slot.division is Division.ROWS and not rank_major)
 
 
-class _Cuts(NamedTuple):
-    """How a reduce output is cut into parts, in elements."""
+def _cuts(ranges: Sequence[tuple[int, int]], numel: int) -> tuple[list[int], list[int]]:
+    """Return how to cut ``numel`` elements into parts with these starts and lengths, which do not overlap.
 
-    lengths: list[int]
-    """Lengths of the ranges before, in and between the parts, in the order of memory."""
-    places: list[int]
-    """For each part, the index of its own length among these."""
-
-
-def _cuts(ranges: Sequence[tuple[int, int]], numel: int) -> _Cuts:
-    """Return how to cut ``numel`` elements into parts with these starts and lengths, which do not overlap."""
+    Lengths of the ranges before, in and between the parts, in the order of memory; and each part's place among these.
+    """
     in_memory = sorted(range(len(ranges)), key=ranges.__getitem__)
     ends = [(start, start + length) for start, length in sorted(ranges)]
     borders = [0, *itertools.chain.from_iterable(ends), numel]
     lengths = [end - start for start, end in itertools.pairwise(borders)]
-    return _Cuts(lengths, [2 * in_memory.index(each) + 1 for each in range(len(ranges))])
+    return lengths, [2 * in_memory.index(each) + 1 for each in range(len(ranges))]
 
 
 class _Row(NamedTuple):
@@ -449,8 +445,6 @@ class ReduceBuffer(Buffer):
             # All segments of a kind lie in the buffer as they do in a message: nothing is copied once more.
             numel, begin = row.numel * layout.world, self._row_starts[kind]
             messages = [self.view(self._dtype(chosen[0]), begin, (numel,), (1,))]
-        elif self.rank_major:
-            messages = [tensor.view(layout.world, -1) for tensor in messages]
         ranges = {index: (row.arrivals[index], self._message_numel(index)) for index in chosen}
         return ReduceBucket(
             reduce_dtype=kind[0],
@@ -486,9 +480,9 @@ class ReduceBuffer(Buffer):
         return shaped
 
     def _message(self, segment: int) -> Tensor:
-        """Return a segment with its padding: flat, or if it does not lie so, (world, elements for a rank)."""
+        """Return a segment with its padding: flat, or row after row, (world, elements for a rank)."""
         piece, step = self._message_numel(segment), self._strides[segment]
-        if piece == step:
+        if not self.rank_major:
             return self._view(segment, 0, (piece * self.layout.world,), (1,))
         return self._view(segment, 0, (self.layout.world, piece), (step, 1))
 

@@ -109,6 +109,7 @@ def like_param(param: Tensor, local: Tensor) -> Tensor:
 
 def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
     """Make a DTensor parameter over ``local`` itself."""
+    _let_dtensors_have_no_memory()
     param = nn.Parameter(dtensor(local, spec), requires_grad=requires_grad)
     replace_local(param, local)  # the Parameter was made over an alias of it
     return param
@@ -124,8 +125,10 @@ def _no_memory(tensor: DTensor) -> int:
     return 0
 
 
-if "data_ptr" not in vars(DTensor):
-    cast(Any, DTensor).data_ptr = _no_memory
+@functools.cache
+def _let_dtensors_have_no_memory() -> None:
+    if "data_ptr" not in vars(DTensor):
+        cast(Any, DTensor).data_ptr = _no_memory
 
 
 def redistributed_local(

@@ -94,7 +94,7 @@ def _uppermost(module: nn.Module, path: str) -> Iterator[tuple[str, FSDPState]]:
 def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupFacts:
     group.notice_replacements()
     layout, axes, reduction = group.layout, group.mesh_info, group.reduction
-    gathers, reduces = group.routes.traffic(), reduction.traffic()
+    gathers, (reduce_bytes, all_reduce_bytes) = group.routes.traffic(), reduction.traffic()
     reduce_dtypes = {
         dtype
         for param, dtype in zip(group.params, reduction.dtypes.reduce, strict=True)
@@ -113,8 +113,8 @@ def _facts(group: FSDPParamGroup, name: str, modules: tuple[str, ...]) -> GroupF
         shard_bytes=group.shards.nbytes,
         gathered_bytes=gathers.memory,
         gather_bytes=gathers.received,
-        reduce_bytes=reduces.sent,
-        all_reduce_bytes=reduces.all_reduced,
+        reduce_bytes=reduce_bytes,
+        all_reduce_bytes=all_reduce_bytes,
         param_dtype=_names({param.dtype for param in group.params}),
         compute_dtype=_names({*group.routes.compute_dtypes}),
         reduce_dtype=_names(reduce_dtypes),

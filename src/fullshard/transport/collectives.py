@@ -16,12 +16,12 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.divergence.journal import Tag, tag as make_tag
-from fullshard.divergence.meetings import calling, meet, waiting_for
 from fullshard.errors import ConfigurationError
 from fullshard.mesh.axes import DataParallelAxes, global_rank
 from fullshard.mesh.backends import NOTHING, backend_of, backends_of
 from fullshard.transport.messages import length_of, message_of, value_in
+from fullshard.transport.monitor import monitor, monitor_of
+from fullshard.transport.tags import Tag, tag as make_tag
 from fullshard.transport.transports import Coalesced
 from fullshard.transport.works import as_real, watched
 
@@ -97,12 +97,12 @@ def exchange(
 
     ``sizes`` are those of the received and of the sent parts, by rank of the group.
     """
-    backend = backend_of(group, tensor.device)
-    meet(group, tag, backend)  # messages differ in size: the tag says what is exchanged
+    told = monitor_of(group, tensor.device)
+    told.before(tag)  # messages differ in size: the tag says what is exchanged
     options = _exchange_options(async_op=True)
-    with calling(group, tag):
+    with told.calling(tag):
         work = torch_border.all_to_all_single(group, output, tensor, options, sizes)
-    return watched(work, group, backend)
+    return watched(work, told, backend_of(group, tensor.device))
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType, tag: Tag) -> None:
@@ -181,7 +181,7 @@ def texts_of_all_ranks(
     backend = backend_of(group, device)
     if backend.ranks == "imagined":
         return [text] * group.size()
-    texts = meet(group, tag, backend, text=text)
+    texts = monitor().of_group(group, backend).before(tag, text=text)
     return values_of_all_ranks(text, group, tag) if texts is None else texts
 
 
@@ -198,8 +198,9 @@ def _in_order(
         backend = cpu if cpu is not NOTHING else next(iter(backends_of(group).values()))
     else:
         backend = backend_of(group, device)
-    meet(group, tag, backend, inputs)
-    with waiting_for(group, tag):
+    told = monitor().of_group(group, backend)
+    told.before(tag, inputs)
+    with told.waiting(tag):
         yield
 
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from fullshard import torch_border
-from fullshard.divergence.journal import tag as make_tag
-from fullshard.divergence.meetings import meet
 from fullshard.errors import CommunicationError, ConfigurationError
 from fullshard.mesh.backends import backend_of
 from fullshard.transport.collectives import connect
+from fullshard.transport.monitor import monitor_of
+from fullshard.transport.tags import tag as make_tag
 from fullshard.transport.works import ordered, watched
 
 _GATHER_OPTIONS = {flag: torch_border.all_gather_options(async_op=flag) for flag in (False, True)}
@@ -97,7 +97,7 @@ class DefaultAllGather(AllGather):
         options = _GATHER_OPTIONS[async_op]
         work = torch_border.all_gather_single(group)(output_tensor, input_tensor, options)
         backend = backend_of(group, output_tensor.device)
-        work = watched(work, group, backend)
+        work = watched(work, monitor_of(group, output_tensor.device), backend)
         return work if async_op else ordered(work, backend)
 
 
@@ -116,7 +116,7 @@ class DefaultReduceScatter(ReduceScatter):
         options = torch_border.reduce_scatter_options(op, async_op=async_op)
         work = torch_border.reduce_scatter_single(group)(output_tensor, input_tensor, options)
         backend = backend_of(group, output_tensor.device)
-        work = watched(work, group, backend)
+        work = watched(work, monitor_of(group, output_tensor.device), backend)
         return work if async_op else ordered(work, backend)
 
 
@@ -213,7 +213,7 @@ class SymmetricPool:
         group = self._group()
         assert group is not None, "a group is alive while its memory is used"
         # The one thing that takes memory after ranks have met: all of them must come to register it.
-        meet(group, make_tag(f"{nbytes} bytes of symmetric memory"), backend_of(group, device))
+        monitor_of(group, device).before(make_tag(f"{nbytes} bytes of symmetric memory"))
         try:
             return torch_border.symmetric_bytes(nbytes, device, group)
         except RuntimeError as error:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-from fullshard.divergence.journal import Tag
-from fullshard.divergence.meetings import calling, meet
 from fullshard.errors import CommunicationError
-from fullshard.mesh.backends import backend_of
 from fullshard.transport.comm_objects import AllGather, Comm, ReduceScatter
+from fullshard.transport.monitor import monitor_of
+from fullshard.transport.tags import Tag
 from fullshard.transport.transports import Transport
 from fullshard.transport.works import as_real
 
@@ -27,7 +26,7 @@ class Staged(Transport):
         self, comm: AllGather | ReduceScatter, group: ProcessGroup, device: torch.device
     ) -> None:
         super().__init__(group, device)
-        self.comm = comm
+        self.comm, self._monitor = comm, monitor_of(group, device)
         self.recycles, self.capturable = comm.recycles, comm.capturable
 
     @property
@@ -53,8 +52,8 @@ class Staged(Transport):
         """Gather one staged shard per rank: one message per call is all that a comm object promises."""
         (output,), (own,), comm = outputs, inputs, self.comm
         assert isinstance(comm, AllGather), "it was given for gathers"
-        meet(self.group, tag, backend_of(self.group, output.device), [own])
-        with calling(self.group, tag):
+        self._monitor.before(tag, [own])
+        with self._monitor.calling(tag):
             return _checked(comm, comm(output, own, self.group, async_op=async_op))
 
     def reduce(
@@ -69,8 +68,8 @@ class Staged(Transport):
         """Reduce one staged input."""
         (output,), (packed,), comm = outputs, inputs, self.comm
         assert isinstance(comm, ReduceScatter), "it was given for reductions"
-        meet(self.group, tag, backend_of(self.group, output.device), [packed])
-        with calling(self.group, tag):
+        self._monitor.before(tag, [packed])
+        with self._monitor.calling(tag):
             work = comm(as_real(output), as_real(packed), self.group, op, async_op=async_op)
             return _checked(comm, work)
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed import DistBackendError, ProcessGroup, ReduceOp, Work
 
 from fullshard import torch_border
-from fullshard.divergence.journal import Tag, journal_of
-from fullshard.divergence.meetings import calling, meet, refused
 from fullshard.mesh.backends import backend_of
+from fullshard.transport.monitor import monitor_of
+from fullshard.transport.tags import Tag
 from fullshard.transport.works import JoinedGather, as_real, ordered, watched
 
 
@@ -95,7 +95,7 @@ class Coalesced(Transport):
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         # Looked up once: that takes the host longer than all else around a call.
-        self._backend, self._journal = backend_of(group, device), journal_of(group)
+        self._backend, self._monitor = backend_of(group, device), monitor_of(group, device)
 
     def gather(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: Tag, *, async_op: bool
@@ -107,22 +107,23 @@ class Coalesced(Transport):
         joined = None
         if not backend.has_coalesced_gathers and len(outputs) > 1:
             joined = JoinedGather(outputs, inputs, group)  # takes memory, so before the ranks meet
-        meet(group, tag, backend, inputs, journal=self._journal)
+        self._monitor.before(tag, inputs)
         options = _GATHER_OPTIONS[async_op]
         try:
             if joined is not None:
-                joined.start(group, backend, options)
+                joined.start(group, self._monitor, options)
                 work = cast(Work, joined)
             elif len(outputs) == 1:
                 work = torch_border.all_gather_single(group)(outputs[0], inputs[0], options)
             else:
                 work = torch_border.all_gather_coalesced(group)(outputs, inputs, options)
         except DistBackendError as error:
-            raise refused(group, tag, error) from error
+            self._monitor.refused(tag, error)
+            raise
         if backend.is_on_stream:
             return work if async_op else None
         if joined is None:
-            work = watched(work, group, backend)
+            work = watched(work, self._monitor, backend)
         return work if async_op else ordered(work, backend)
 
     def reduce(
@@ -141,14 +142,15 @@ class Coalesced(Transport):
         options = _reduce_options(op, async_op=async_op)
         if outputs[0].is_complex():  # as are all others, then
             outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
-        meet(group, tag, backend, inputs, journal=self._journal)
+        self._monitor.before(tag, inputs)
         try:
             work = torch_border.reduce_scatter_coalesced(group)(outputs, inputs, options)
         except DistBackendError as error:
-            raise refused(group, tag, error) from error
+            self._monitor.refused(tag, error)
+            raise
         if backend.is_on_stream:
             return work if async_op else None
-        work = watched(work, group, backend)
+        work = watched(work, self._monitor, backend)
         return work if async_op else ordered(work, backend)
 
 
@@ -172,11 +174,13 @@ class Exchanged(Coalesced):
         if not pairs:
             return None
         group, backend = self.group, self._backend
-        meet(group, tag, backend, inputs, journal=self._journal)
-        with calling(group, tag):
+        self._monitor.before(tag, inputs)
+        with self._monitor.calling(tag):
             works = [
                 watched(
-                    torch_border.all_to_all_single(group, output, tensor, options), group, backend
+                    torch_border.all_to_all_single(group, output, tensor, options),
+                    self._monitor,
+                    backend,
                 )
                 for output, tensor in pairs
             ]

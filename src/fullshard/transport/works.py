@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from fullshard import torch_border
-from fullshard.divergence.meetings import WatchedWork
 from fullshard.mesh.backends import Backend
+from fullshard.transport.monitor import GroupMonitor
 
 
 def ordered(work: Work, backend: Backend) -> Work | None:
@@ -21,9 +21,9 @@ def ordered(work: Work, backend: Backend) -> Work | None:
     return None
 
 
-def watched(work: Work, group: ProcessGroup, backend: Backend) -> Work:
-    """Return a work whose wait others can see and that ends with the reason, if the host waits for it."""
-    return work if backend.is_on_stream else cast(Work, WatchedWork(work, group, backend))
+def watched(work: Work, monitor: GroupMonitor, backend: Backend) -> Work:
+    """Return a work whose wait the monitor sees, if the host waits for it."""
+    return work if backend.is_on_stream else monitor.waited(work)
 
 
 class JoinedGather:
@@ -32,7 +32,7 @@ class JoinedGather:
     A `Work` for [Note: names of gloo's work]. Nobody may read the outputs before `wait`, as with any other work.
     """
 
-    _work: WatchedWork
+    _work: Work
 
     def __init__(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup
@@ -43,10 +43,10 @@ class JoinedGather:
         sizes = [tensor.numel() for tensor in inputs]
         self._gathered = self._message.view(group.size(), -1).split(sizes, dim=1)
 
-    def start(self, group: ProcessGroup, backend: Backend, options: Any) -> None:
+    def start(self, group: ProcessGroup, monitor: GroupMonitor, options: Any) -> None:
         """Send the message."""
         work = torch_border.all_gather_single(group)(self._message, self._own, options)
-        self._work = WatchedWork(work, group, backend)
+        self._work = monitor.waited(work)
 
     def get_future(self) -> Any:
         """Return a future that is completed when the message has arrived."""

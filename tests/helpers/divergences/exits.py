@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullshard.divergence import monitor
 from tests.helpers.divergences import WRAPPER, Net, Training, device_type, kind, shard, wrap
 from tests.helpers.rank_programs import Rank
 
@@ -148,6 +149,7 @@ def the_rank_with_the_store_raises_in_its_data(me: Rank) -> None:
 
 @kind(odd_ends="Mishap", names=["agreement on the model"])
 def a_rank_raises_before_its_model_is_built(me: Rank) -> None:
+    monitor.install()  # as `fullshard.install` and the trainer do at the beginning
     if me.diverges():
         raise Mishap("no such file")
     Training(me).go_on()
@@ -155,6 +157,7 @@ def a_rank_raises_before_its_model_is_built(me: Rank) -> None:
 
 @kind(is_variant=True, odd_ends="well", names=["agreement on the model"])
 def a_rank_ends_before_its_model_is_built(me: Rank) -> None:
+    monitor.install()
     if not me.diverges():
         Training(me).go_on()
 

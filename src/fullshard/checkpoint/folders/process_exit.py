@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from typing import ClassVar
 
 from fullshard import torch_border
-from fullshard.divergence.watchdog.child_error import error_of_child
+from fullshard.divergence.watchdog.child_error import error_of_child, note_errors
 
 
 class _ExitState:
@@ -38,6 +38,7 @@ def join_at_exit(thread: threading.Thread) -> None:
     assert thread.daemon, "the process waits for other threads in any case"
     if _ExitState.registered_pid != os.getpid():
         _ExitState.registered_pid = os.getpid()
+        note_errors()
         # `atexit` would be too late: executors refuse work by then, and the thread could not go on writing.
         threading._register_atexit(_wait)  # type: ignore[attr-defined]
         Finalize(None, _note_failure_of_child, exitpriority=0)

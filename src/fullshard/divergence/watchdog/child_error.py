@@ -2,11 +2,13 @@
 
 Until Python 3.13 the functions that such a process calls at its end find the error as the one that is handled. From 3.14 on
 they are called when it is gone, by `atexit`. So the process notes it: what `multiprocessing` runs in a child is wrapped
-there. A child that is started anew, and imports this only within the function that it runs, has no note with 3.14.
+there, when the library is first used. A child that is started anew, and uses it only within the function that it runs, has
+no note with 3.14.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -42,12 +44,13 @@ def _noting(run: Callable[[], object]) -> Callable[[], None]:
     return noted
 
 
-_bootstrap: Any = cast(Any, BaseProcess)._bootstrap
+@functools.cache
+def note_errors() -> None:
+    """Let processes of `multiprocessing` that begin from now on, and forget nothing of this one, note their errors."""
+    _bootstrap: Any = cast(Any, BaseProcess)._bootstrap
 
+    def bootstrap_noting(process: Any, *args: Any, **kwargs: Any) -> Any:
+        process.run = _noting(process.run)
+        return _bootstrap(process, *args, **kwargs)
 
-def _bootstrap_noting(process: Any, *args: Any, **kwargs: Any) -> Any:
-    process.run = _noting(process.run)
-    return _bootstrap(process, *args, **kwargs)
-
-
-cast(Any, BaseProcess)._bootstrap = _bootstrap_noting
+    cast(Any, BaseProcess)._bootstrap = bootstrap_noting

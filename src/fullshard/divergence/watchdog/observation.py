@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from fullshard import torch_border
 from fullshard.divergence.control_channel import closed_connections
-from fullshard.divergence.journal import POSITION, Journal, journals
+from fullshard.divergence.journal import PROGRESS, Journal, journals
 from fullshard.divergence.verdict import VERDICT
 from fullshard.divergence.watchdog.answers import ASYNC_WAIT, Answer, GroupAnswer, History, Wait
 from fullshard.divergence.watchdog.connections import traffic
+from fullshard.transport.monitor import POSITION
 from fullshard.transport.streams import comm_contexts
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -73,7 +74,7 @@ class Observer:
     def wait(self) -> Wait | None:
         """Return what the thread that trains waits for; None if it does not wait for other ranks."""
         now = time.monotonic()
-        waiting = POSITION.waiting
+        waiting = PROGRESS.waiting
         if waiting is not None:
             journal = waiting.journal
             return Wait(
@@ -104,7 +105,7 @@ class Observer:
     def _since(self, now: float, frame: FrameType | None) -> float:
         """Return how long the thread has been at one place, as far as this observer has looked."""
         place = (None, -1) if frame is None else (frame.f_code, frame.f_lasti)
-        if place != self._place or self._arrived < POSITION.moved:
+        if place != self._place or self._arrived < PROGRESS.moved:
             self._place, self._arrived = place, now
         return round(now - self._arrived, 1)
 
@@ -117,7 +118,7 @@ class Observer:
         return Answer(
             rank=self.rank,
             host=self.host,
-            step=POSITION.step,
+            step=PROGRESS.step,
             phase=POSITION.phase,
             module=POSITION.module,
             line=line_of(sys._current_frames().get(self.thread)),
@@ -143,7 +144,7 @@ def _closed_connections() -> Sequence[int]:
 
     Not those of other process groups: a rank may have destroyed one before this rank does.
     """
-    waiting = POSITION.waiting
+    waiting = PROGRESS.waiting
     if waiting is None or waiting.journal is None:
         return ()
     return sorted(closed_connections(waiting.journal))
@@ -164,7 +165,7 @@ def history() -> History:
 
 def moves() -> int:
     """Return a number that is another one after every collective and step."""
-    return POSITION.step + sum(journal.count for journal in journals())
+    return PROGRESS.step + sum(journal.count for journal in journals())
 
 
 def group_key(journal: Journal) -> str:
@@ -293,10 +294,10 @@ def group_name(group: dist.ProcessGroup | None) -> str | None:
 
 def _device_wait(now: float) -> Wait | None:
     """Return a wait of the device: nothing was called for some time, and the streams of collectives are not done."""
-    seconds = now - POSITION.moved
+    seconds = now - PROGRESS.moved
     if seconds < SETTLED_S or not any(context.is_behind() for context in comm_contexts()):
         return None
-    last = POSITION.journal
+    last = PROGRESS.journal
     if last is None or last.last_tag is None:
         return None
     return Wait(

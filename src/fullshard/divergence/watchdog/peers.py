@@ -50,11 +50,19 @@ class Peers:
         self.verdict: str | None = None
         """Why ranks have diverged: the first verdict that another rank has told."""
 
+    def announce(self) -> None:
+        """Let the others on this host see whether this process runs; it answers none of their questions yet."""
+        self._store.set(f"announced/{self._own.rank}", encode(self._own))
+        self._enlist()
+
     def register(self) -> None:
-        """Say that this process is a rank on this host."""
+        """Say that this process is a rank on this host, and answers."""
         rank = self._own.rank
         self._store.set(f"final/{rank}", "")  # of an earlier process group that had this store
         self._store.set(f"registration/{rank}", encode(self._own))
+        self._enlist()
+
+    def _enlist(self) -> None:
         place = self._store.add(self._key, 1)
         self._store.set(f"{self._key}/{place}", encode(self._own))
 

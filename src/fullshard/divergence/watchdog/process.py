@@ -6,12 +6,13 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.divergence.journal import POSITION
+from fullshard.divergence.journal import note_exception
 from fullshard.divergence.verdict import VERDICT
 from fullshard.divergence.watchdog import process_end
 from fullshard.divergence.watchdog.answers import Answer
@@ -46,6 +47,35 @@ def start() -> None:
             torch_border.observe_waits()
         Current.watchdog = Watchdog(group, thread=threading.get_ident())
         process_end.at_end(_process_ends, of_thread=_thread_ends, forked=_forget)
+
+
+class _Announced:
+    """What has been said of this process before it has a watchdog."""
+
+    pid = 0
+    """The process in which the functions for its end have been registered."""
+    group: weakref.ref[ProcessGroup] | None = None
+    """The default process group whose ranks on this host can see this process."""
+
+
+def announce() -> None:
+    """Let this process say when it ends, and let others on its host see whether it runs. Nothing runs for that."""
+    if os.environ.get("FULLSHARD_WATCHDOG") == "0":
+        return
+    if not _Announced.pid:
+        process_end.at_unwatched_end(_unwatched_process_ends)
+        _Announced.pid = os.getpid()
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None or (_Announced.group is not None and _Announced.group() is group):
+        return
+    _Announced.group = weakref.ref(group)
+    watchdog = Current.watchdog
+    if (watchdog is None or watchdog.group() is not group) and _can_be_watched(group):
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store is gone, and the next who needs it says so
+            store = OpenStore(torch_border.default_store(), PREFIX)
+            Peers(store, register(group.rank())).announce()
 
 
 def introduce() -> None:
@@ -83,11 +113,11 @@ def _thread_ends(thread: int, error: BaseException) -> None:
     """Note the exception that ends a thread, if it is the one that trains: others need not wait for it."""
     watchdog = Current.watchdog
     if watchdog is not None and watchdog.trains_in(thread):
-        POSITION.note_exception(error)
+        note_exception(error)
 
 
 def _unwatched_process_ends(error: BaseException | None) -> None:
-    """Say that this process ends, whose program has initialised a process group and sharded nothing."""
+    """Say that this process ends, whose program has initialised a process group and run no sharded model."""
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is None or os.environ.get("FULLSHARD_WATCHDOG") == "0" or not _can_be_watched(group):
         return
@@ -120,9 +150,6 @@ def _unwatched_process_ends(error: BaseException | None) -> None:
         say()
     else:
         thread.join(FAREWELL_S)
-
-
-process_end.at_unwatched_end(_unwatched_process_ends)
 
 
 def _forget() -> None:

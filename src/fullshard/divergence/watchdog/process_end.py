@@ -7,8 +7,8 @@
                                      end of a process of `multiprocessing`, which has forgotten what its parent registered
     fork                             the child has no watchdog: threads do not survive a fork
 
-A process that ends before it has sharded a model has no watchdog, but others may wait for its model. So one function is
-registered when this module is imported (`at_unwatched_end`), and nothing else is changed by that.
+A process that ends between sharding and its first forward has no watchdog yet, but others may wait for its model. So
+one function is registered when the library is first used (`at_unwatched_end`). Nothing is registered by an import.
 
 A rank that is killed says nothing. Other ranks find that out by themselves.
 """
@@ -27,10 +27,10 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from fullshard.divergence.journal import POSITION, Waiting
+from fullshard.divergence.journal import PROGRESS, Waiting
 from fullshard.divergence.verdict import VERDICT
 from fullshard.divergence.watchdog.answers import is_of_lost_connection
-from fullshard.divergence.watchdog.child_error import error_of_child
+from fullshard.divergence.watchdog.child_error import error_of_child, note_errors
 from fullshard.errors import FullshardError, exception_text
 from fullshard.mesh.backends import abort_all
 from fullshard.storage import mixed_tensors
@@ -69,8 +69,9 @@ def at_end(ending: Ending, *, of_thread: ThreadEnding, forked: Callable[[], None
 
 
 def at_unwatched_end(ending: Ending) -> None:
-    """Call ``ending`` in the same way in processes that end without having called `at_end`. Called once, at import."""
+    """Call ``ending`` in the same way in processes that end without having called `at_end`. Called once."""
     _Hooks.unwatched = ending
+    note_errors()
     atexit.register(_end_unwatched)
     os.register_at_fork(after_in_child=_notice_fork)
     register_after_fork(_Hooks, _begin_child)
@@ -132,9 +133,9 @@ def _explained(error: BaseException) -> BaseException:
     if isinstance(error, dist.DistBackendError):
         abort_all()
     # So that the watchdogs see a rank that waits for the one that has gone.
-    POSITION.waiting = Waiting(None, "a collective of torch.distributed", time.monotonic())
+    PROGRESS.waiting = Waiting(None, "a collective of torch.distributed", time.monotonic())
     verdict = VERDICT.explain("")
-    POSITION.waiting = None
+    PROGRESS.waiting = None
     if not str(verdict):
         return error
     verdict.__cause__ = error

@@ -274,8 +274,12 @@ class Rounds:
         """Return why a rank has not answered."""
         registered = self._store.find(f"registration/{rank}")
         final = self._store.find(f"final/{rank}")
+        seen = {answer.states[rank] for answer in answers.values() if rank in answer.states}
+        state = next((state for state in (DEAD, STOPPED) if state in seen), "")
         if registered is None and not final:
-            return Absence(rank=rank, state="unregistered")
+            if not state:
+                return Absence(rank=rank, state="unregistered")
+            registered = self._store.find(f"announced/{rank}")
         # One that has left before it could register has sent its last words all the same.
         host = registration_from(registered).text() if registered is not None else ""
         position = self._store.find(f"position/{rank}")
@@ -285,8 +289,6 @@ class Rounds:
         if final or words:
             state, text = json.loads(final) if final else words[0]
             return Absence(rank=rank, state=state, text=text, host=host, last=last)
-        seen = {answer.states[rank] for answer in answers.values() if rank in answer.states}
-        state = next((state for state in (DEAD, STOPPED) if state in seen), "")
         silent_s = 0.0 if seen else self._silences.seconds(rank, self._member.clock())
         state = state or ("busy" if seen else "lost")
         return Absence(rank=rank, state=state, host=host, last=last, silent_s=silent_s)

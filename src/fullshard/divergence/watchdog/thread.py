@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.divergence.journal import POSITION, journals
+from fullshard.divergence.journal import PROGRESS, journals
 from fullshard.divergence.verdict import VERDICT
 from fullshard.divergence.watchdog import last_words, process_end, release
 from fullshard.divergence.watchdog.alone import LostStore, judge_alone
@@ -52,6 +52,7 @@ from fullshard.divergence.watchdog.store_client import (
     StoreFailedError,
     StoreOperations,
 )
+from fullshard.transport.monitor import POSITION
 
 logger = logging.getLogger("fullshard")
 
@@ -317,7 +318,7 @@ class Watchdog:
 
     def _wait(self, now: float) -> Wait | None:
         """Return what the thread that trains waits for; most of the time without looking at it."""
-        if POSITION.waiting is None and now - POSITION.moved < 1.0:
+        if PROGRESS.waiting is None and now - PROGRESS.moved < 1.0:
             return None
         return self._observer.wait()
 
@@ -351,7 +352,7 @@ class Watchdog:
             self._peers.look()
             news = self._position() if self._is_small or now >= self._next_beat else None
             self._rounds.poll(news)
-            if now >= self._next_beat or POSITION.step <= 2:
+            if now >= self._next_beat or PROGRESS.step <= 2:
                 self._next_beat = now + 5 * self._tick_s
                 self._compare_journals()
 
@@ -387,7 +388,7 @@ class Watchdog:
 
     def _position(self) -> tuple[str, str] | None:
         """Return the position as a key and a value to publish, if it has changed: the last that is known if this process is killed."""
-        last = POSITION.journal.last_tag if POSITION.journal is not None else None
+        last = PROGRESS.journal.last_tag if PROGRESS.journal is not None else None
         called = f", last called {last.text}" if last is not None else ""
         text = f"{POSITION.text()}{called}"
         found = journals()

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed import DistBackendError
 
 from fullshard import torch_border
-from fullshard.divergence.journal import POSITION, Journal, journal_of, tag
+from fullshard.divergence.journal import PROGRESS, Journal, journal_of
 from fullshard.divergence.meetings import lost_within
+from fullshard.divergence.model_description import process_groups
 from fullshard.engine import interruption
 from fullshard.engine.captures import StepHook, obstacles_to_capture
-from fullshard.engine.model_description import process_groups
 from fullshard.engine.state import named_states
 from fullshard.engine.step import Step
 from fullshard.engine.tensor_trees import map_tensors, to_device
@@ -37,6 +37,7 @@ from fullshard.features.graphs.baked_in import baked_in, changes, kind_of, modes
 from fullshard.features.graphs.graph_capture import CapturedStep, Inputs
 from fullshard.transport.collectives import texts_of_all_ranks
 from fullshard.transport.streams import FSDPCommContext
+from fullshard.transport.tags import tag
 
 __all__ = ["GraphedStep", "graphed"]
 
@@ -316,7 +317,7 @@ class GraphedStep(Generic[P, R]):
         self._run_step_hooks()
         for context in self._contexts:
             context.replay_end = None
-        steps = POSITION.step
+        steps = PROGRESS.step
         entry.captured = CapturedStep(
             self._step,
             inputs,
@@ -326,7 +327,7 @@ class GraphedStep(Generic[P, R]):
             pool=self._pool,
             stream=self._stream,
         )
-        if POSITION.step > steps and self._optimizer is None:
+        if PROGRESS.step > steps and self._optimizer is None:
             entry.captured = None
             raise ConfigurationError(
                 "it has a step of an optimizer that was not given as optimizer=..., so its learning rate could never change"
@@ -361,7 +362,7 @@ class GraphedStep(Generic[P, R]):
             for _ in range(steps if entry.runs else 0):  # the capture has counted the first
                 journal.end_step()
         if entry.runs:
-            POSITION.step += max(captured.optimizer_steps, default=0)
+            PROGRESS.step += max(captured.optimizer_steps, default=0)
         entry.runs += 1
         if self._optimizer is not None:
             # Autograd did not see the writes: a forward from before them must not be followed by its backward now.

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.api import FullOptimStateDictConfig, StateDictType
-from fullshard.divergence.journal import tag
 from fullshard.errors import ConfigurationError, fault_paragraphs
 from fullshard.fsdp1.state_dicts.optimizer_agreement import (
     Agreement,
@@ -47,6 +46,7 @@ from fullshard.fsdp1.state_dicts.sharded_tensors import is_sharded
 from fullshard.mesh.axes import global_rank
 from fullshard.storage.buffers import shard_of
 from fullshard.transport import collectives
+from fullshard.transport.tags import tag
 
 
 def optim_state_dict_to_load(

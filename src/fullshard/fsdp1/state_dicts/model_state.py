@@ -28,7 +28,6 @@ from fullshard.api import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from fullshard.divergence.journal import tag
 from fullshard.engine import full_params
 from fullshard.engine.ownership import params_by_owner
 from fullshard.engine.param_group import FSDPParamGroup
@@ -38,6 +37,7 @@ from fullshard.fsdp1.state_dicts.sharded_tensors import is_sharded, shard_rows, 
 from fullshard.fsdp1.wrapper_base import WrapperBase
 from fullshard.layout.names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_name
 from fullshard.transport import collectives
+from fullshard.transport.tags import tag
 
 # --- hooks ----------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fullshard.divergence.journal import tag
 from fullshard.engine.tensor_trees import map_tensors, tensors_in
 from fullshard.errors import ConfigurationError, fault_paragraphs
 from fullshard.fsdp1.state_dicts.optimizer_agreement import Agreement, Membership, same
@@ -30,6 +29,7 @@ from fullshard.fsdp1.state_dicts.optimizer_params import (
 )
 from fullshard.mesh.axes import global_rank
 from fullshard.transport import collectives
+from fullshard.transport.tags import tag
 
 State = Mapping[str, Any]
 """What an optimizer keeps of one parameter, by names of states."""

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fullshard.divergence.journal import tag
 from fullshard.engine.tensor_trees import map_tensors
 from fullshard.errors import fault_paragraphs
 from fullshard.fsdp1.state_dicts.optimizer_params import ModelParams, is_first, state_dict_faults
 from fullshard.fsdp1.state_dicts.optimizer_state_reports import on_cpu
 from fullshard.fsdp1.state_dicts.sharded_tensors import is_sharded, unshard_rows
 from fullshard.transport import collectives
+from fullshard.transport.tags import tag
 
 
 @dataclass(frozen=True, slots=True)

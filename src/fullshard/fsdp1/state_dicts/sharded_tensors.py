@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard import torch_border
-from fullshard.divergence.journal import tag
 from fullshard.fsdp1.wrapper_base import WrapperBase
 from fullshard.layout.placement import ParamPlacement
 from fullshard.transport import collectives
+from fullshard.transport.tags import tag
 
 _FULL_TENSOR = tag("all-gather of an entry of a sharded state dict")
 

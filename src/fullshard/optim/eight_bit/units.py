@@ -26,7 +26,6 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.divergence.journal import Tag, tag
 from fullshard.engine.known_groups import groups_of
 from fullshard.errors import UnsupportedError
 from fullshard.layout.segments import has_no_gaps
@@ -37,6 +36,7 @@ from fullshard.optim.eight_bit.rows import CellBlocks, blocks_of_cell, shared_bl
 from fullshard.optim.fused_shards import FusedShard, check_shards, local_of, plan_fused_shards
 from fullshard.optim.param_cuts import ParamCut, cuts_of_members, listed
 from fullshard.transport import collectives
+from fullshard.transport.tags import Tag, tag
 
 
 class _OneShard:

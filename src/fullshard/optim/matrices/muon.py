@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from fullshard import torch_border
-from fullshard.divergence.journal import Tag, tag
 from fullshard.errors import ConfigurationError, UnsupportedError, UsageError, fault_paragraphs
 from fullshard.mesh.axes import global_rank
 from fullshard.optim.fused_shards import like_param, local_of
@@ -43,6 +42,7 @@ from fullshard.optim.param_cuts import (
 )
 from fullshard.transport import collectives
 from fullshard.transport.streams import is_capturing
+from fullshard.transport.tags import Tag, tag
 
 __all__ = ["Muon", "hidden_matrices"]
 

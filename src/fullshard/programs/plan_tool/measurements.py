@@ -25,10 +25,10 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import fully_shard, torch_border
-from fullshard.divergence.journal import tag
 from fullshard.programs.plan_tool.machine import MIB
 from fullshard.programs.plan_tool.program import Collective, CollectiveKind, Kernel
 from fullshard.transport.collectives import all_reduce, values_of_all_ranks
+from fullshard.transport.tags import tag
 from fullshard.transport.transports import Coalesced
 
 CALIBRATION = tag("plan calibrate", of_step=False)

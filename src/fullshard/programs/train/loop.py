@@ -33,9 +33,9 @@ from torch import Tensor
 
 from fullshard import __version__
 from fullshard.checkpoint.rank_group import RankGroup
+from fullshard.divergence.guarded_step import guarded_step
 from fullshard.divergence.step_guard import StepFailure
 from fullshard.divergence.watchdog import stalls
-from fullshard.engine.guarded_step import guarded_step
 from fullshard.features.graphs.graphed_step import graphed
 from fullshard.programs.console.tables import counted
 from fullshard.programs.run_events import (

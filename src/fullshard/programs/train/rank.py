@@ -19,6 +19,7 @@ from rich.console import Console
 
 from fullshard.checkpoint.rank_group import RankGroup
 from fullshard.checkpoint.save_plan import log as checkpoint_log
+from fullshard.divergence import monitor
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.programs.run_events import Watcher, all_of
 from fullshard.programs.train.config import RunConfig
@@ -191,6 +192,7 @@ def process_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -
         device_id=device if rank_info.device == "cuda" else None,
         timeout=timedelta(seconds=timeout_s),
     )
+    monitor.install()
     try:
         yield
     except COLLECTIVE_ERRORS:

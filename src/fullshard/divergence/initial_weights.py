@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from fullshard.engine.model_description import full_name, ranks_in_common
+from fullshard.divergence.model_description import full_name, ranks_in_common
 from fullshard.engine.state import FSDPState
 from fullshard.errors import names_text
 from fullshard.layout.names import clean_name

@@ -27,21 +27,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
 from fullshard.divergence import watchdog
-from fullshard.divergence.journal import POSITION, Waiting, journal_of, tag
-from fullshard.divergence.meetings import meet
+from fullshard.divergence.active_dropout import warn_of_active_dropout
+from fullshard.divergence.initial_weights import Weights, take_initial_weights, weights_text
+from fullshard.divergence.journal import PROGRESS, Waiting, journal_of
+from fullshard.divergence.meetings import Meetings
+from fullshard.divergence.model_description import GENERAL, describe, process_groups
+from fullshard.divergence.model_differences import changes, message_about
 from fullshard.divergence.store_agreement import StoreAgreement
 from fullshard.divergence.verdict import VERDICT
-from fullshard.engine.initial_weights import Weights, take_initial_weights, weights_text
 from fullshard.engine.model_changes import CHANGES
-from fullshard.engine.model_description import GENERAL, describe, process_groups
-from fullshard.engine.model_differences import changes, message_about
 from fullshard.engine.state import FSDPState
 from fullshard.errors import DivergenceError
 from fullshard.mesh.backends import backend_of
+from fullshard.transport.monitor import ModelMonitor
+from fullshard.transport.tags import tag
 
 _TIMEOUT_S = 1800.0
 """The timeout for process groups that have none."""
@@ -52,25 +56,35 @@ _MODEL, _WEIGHTS = "model", "initial weights"
 """The keys of a description, and of digests of initial weights. The latter also begins a message that is about them only."""
 
 
-class ModelAgreement:
+class ModelAgreement(ModelMonitor):
     """What the ranks have agreed on about one model; lives as long as its runtime."""
 
     def __init__(self) -> None:
-        self.changes_seen = -1
-        """`CHANGES.count` when the ranks last agreed. As long as it is the same, there is nothing to compare."""
         self._agreed: dict[tuple[int, ...], str] = {}
         """By ranks, the description that they have in common."""
         self._places: dict[tuple[int, ...], str] = {}
         """By ranks, which one the model is of those with the same modules, in the order of sharding."""
 
-    def renew(self, root: FSDPState, states: Sequence[FSDPState], occasion: str) -> None:
+    def agree(
+        self, root: FSDPState, states: Sequence[FSDPState], occasion: str = "forward"
+    ) -> None:
         """Compare with the other ranks what has not been compared yet. No collective.
-
-        ``occasion`` is what comes next.
 
         Raises:
             DivergenceError: ranks differ, or a rank does not come.
         """
+        watchdog.start()
+        is_new = self.changes_seen < 0
+        self._renew(root, states, occasion)
+        # Before its first forward, a model has no collectives under a name of its own.
+        if is_new and root.step is not None:
+            _tell_apart(states)
+
+    def runs_without_gradients(self, model: nn.Module) -> None:
+        """Warn if the model drops something: each rank would drop something else."""
+        warn_of_active_dropout(model)
+
+    def _renew(self, root: FSDPState, states: Sequence[FSDPState], occasion: str) -> None:
         seen = CHANGES.count
         described = describe(root.modules[0], states, occasion)
         for ranks, description in described.items():
@@ -115,7 +129,24 @@ class ModelAgreement:
             before = json.loads(self._agreed.get(ranks, "{}"))
             text += f", in which {changes(before, json.loads(new))}"
         for group, device in process_groups(states).items():
-            meet(group, tag(text), backend_of(group, device))
+            Meetings(group, backend_of(group, device)).before(tag(text))
+
+
+def _tell_apart(states: Sequence[FSDPState]) -> None:
+    """Let collectives be named after their model: others on the same process groups may have the same modules.
+
+    Ranks that run two such models in different orders would gather one model of the shards of both. All ranks of a
+    process group take part in the agreement on each of its models, so they number them alike.
+    """
+    models: dict[ProcessGroup | None, str] = {None: ""}
+    for process_group in process_groups(states):
+        journal = journal_of(process_group)
+        journal.models += 1
+        models[process_group] = f" (model {journal.models})" if journal.models > 1 else ""
+    for group in (group for state in states for group in state.groups):
+        model = models.get(group.mesh_info.shard_peers, "")
+        group.gather_tag = tag(group.gather_tag.text + model)
+        group.reduction.tell_apart(model, models.get(group.mesh_info.replicate_process_group, ""))
 
 
 _USED: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], list[int]]] = (
@@ -149,7 +180,7 @@ def _compare(
     store = torch_border.own_store_client()
     fault, warned = None, dict[str, None]()
     name = root.name or type(root.modules[0]).__name__
-    POSITION.waiting = Waiting(None, f"agreement on the model ({name})", time.monotonic())
+    PROGRESS.waiting = Waiting(None, f"agreement on the model ({name})", time.monotonic())
     try:
         watchdog.introduce()
         for ranks, own in descriptions.items():
@@ -169,7 +200,7 @@ def _compare(
                 fault = fault or message
         watchdog.find_peers()
     finally:
-        POSITION.waiting = None
+        PROGRESS.waiting = None
     if fault is not None:
         raise DivergenceError(fault)
     for each in filter(None, warned):

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine.ownership import names_in_common
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.reduction_settings import ReduceSettings
+from fullshard.engine.reduction_state import ReduceSettings
 from fullshard.engine.state import FSDPState
 from fullshard.errors import ConfigurationError
 from fullshard.layout.segments import Division
@@ -219,7 +219,7 @@ def _section(group: FSDPParamGroup, name: str, mesh: str, param_names: Sequence[
         f"post-forward mesh size of {name}": str(
             group.layout.world if post_forward is None else post_forward.size
         ),
-        f"all-gather of {name}": _class_of(group.routes.custom),
+        f"all-gather of {name}": _class_of(group.routes.custom) + _codec_of(group),
         f"offload_policy of {name}": type(group.offload_policy).__name__,
     }
     for option, text in _policy(group.mp_policy):
@@ -278,6 +278,11 @@ def _add_common_facts(section: Section, param: FSDPParam, name: str) -> None:
         section[f"tensor parallelism of {name}"] = (
             f"{placement.shape} as {placements} on {mesh.mesh_dim_names or ''}{tuple(mesh.shape)}"
         )
+
+
+def _codec_of(group: FSDPParamGroup) -> str:
+    codec = group.routes.codec
+    return "" if codec is None else f", as {codec.__name__}"
 
 
 def _class_of(comm: object) -> str:

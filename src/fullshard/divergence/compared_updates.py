@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +25,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.divergence.journal import Update
+from fullshard.divergence.journal import PROGRESS, Update, journal_of, journals
+from fullshard.engine.known_groups import groups_of
+from fullshard.engine.model_changes import CHANGES
+from fullshard.engine.optimizer_checks import params_of
 from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.errors import UsageError
 
 OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps")
 """Options that programs set, and schedulers change. What optimizers keep beside them may be a rank's own."""
@@ -35,7 +40,55 @@ _UNKNOWN = -1.0
 """In the place of an option that is not there, is no number, or is on a device."""
 
 
-class UpdatedParams(NamedTuple):
+def refuse_within_guarded_step(optimizer: Optimizer) -> None:
+    """Refuse a step within a guarded one, which may still fail.
+
+    Raises:
+        UsageError: a process group of the optimizer's parameters is guarded.
+    """
+    if any(each.guard is not None for each in journals()) and any(
+        journal_of(group).guard is not None for group in _updated_params(optimizer)
+    ):
+        raise UsageError(
+            "A guarded step ends before its optimizer's step, which cannot be taken back if another rank fails, but "
+            f"{type(optimizer).__name__}.step() was called within one. Call it after the block, if the step has not failed."
+        )
+
+
+def step_taken(optimizer: Optimizer) -> None:
+    """Note the step of an optimizer, if it updates sharded or replicated parameters."""
+    updated = _updated_params(optimizer)
+    if updated:
+        PROGRESS.step += 1
+        for group, update in _updates(optimizer, updated).items():
+            journal_of(group).end_step(update)
+
+
+class _Updated(NamedTuple):
+    """What an optimizer updates over each process group."""
+
+    params: Mapping[ProcessGroup, _UpdatedParams]
+    changes: int
+    """`CHANGES.count` when they were looked up; a change may give parameters another group."""
+    sizes: tuple[int, ...]
+    """How many parameters each group of the optimizer had then: what changes when parameters join or leave."""
+
+
+_KNOWN: weakref.WeakKeyDictionary[Optimizer, _Updated] = weakref.WeakKeyDictionary()
+
+
+def _updated_params(optimizer: Optimizer) -> Mapping[ProcessGroup, _UpdatedParams]:
+    """Return the parameters that the optimizer updates over each process group; looked up once."""
+    known = _KNOWN.get(optimizer)
+    sizes = tuple([len(group["params"]) for group in optimizer.param_groups])
+    if known is None or known.changes != CHANGES.count or known.sizes != sizes:
+        params = params_of(optimizer)
+        found = _params_by_process_group(optimizer, params, groups_of(params))
+        known = _KNOWN[optimizer] = _Updated(found, CHANGES.count, sizes)
+    return known.params
+
+
+class _UpdatedParams(NamedTuple):
     """The parameters of one optimizer that a process group shards or replicates."""
 
     text: str
@@ -44,9 +97,9 @@ class UpdatedParams(NamedTuple):
     """Which groups of the optimizer have options that must be equal on all ranks."""
 
 
-def params_by_process_group(
+def _params_by_process_group(
     optimizer: Optimizer, params: Iterable[Tensor], groups: Iterable[FSDPParamGroup]
-) -> Mapping[ProcessGroup, UpdatedParams]:
+) -> Mapping[ProcessGroup, _UpdatedParams]:
     """Return what the optimizer updates over each process group."""
     ids = {id(param) for param in params}
     names: dict[ProcessGroup, dict[str, str]] = {}
@@ -73,8 +126,8 @@ def params_by_process_group(
     }
 
 
-def updates_of(
-    optimizer: Optimizer, updated: Mapping[ProcessGroup, UpdatedParams]
+def _updates(
+    optimizer: Optimizer, updated: Mapping[ProcessGroup, _UpdatedParams]
 ) -> dict[ProcessGroup, Update]:
     """Return what the optimizer's step did over each process group, of which there is one at least, by its options now."""
     compared = [optimizer.param_groups[index] for index in next(iter(updated.values())).groups]
@@ -103,14 +156,14 @@ def _description(text: str, options: Sequence[object]) -> str:
     return f"{text} ({'; '.join(texts)})"
 
 
-def _updated(optimizer: str, names: Mapping[str, str], groups: tuple[int, ...]) -> UpdatedParams:
+def _updated(optimizer: str, names: Mapping[str, str], groups: tuple[int, ...]) -> _UpdatedParams:
     """``names`` are by what is compared."""
     shown = sorted(names.values())[:_NAMED]
     listed = ", ".join(name.removeprefix("all-gather of ") for name in shown)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     text = f"{optimizer} of {listed}{more}" if names else optimizer
     digest = hashlib.sha256("\n".join([optimizer, *sorted(names)]).encode()).digest()
-    return UpdatedParams(text, int.from_bytes(digest[:7]), groups)
+    return _UpdatedParams(text, int.from_bytes(digest[:7]), groups)
 
 
 def _plain(value: Any) -> Any:

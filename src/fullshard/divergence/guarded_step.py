@@ -25,7 +25,7 @@ from fullshard.divergence.step_guard import StepFailure, StepGuard, step_failed
 from fullshard.engine import interruption
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.param_group import FSDPParamGroup
-from fullshard.engine.reduction_settings import ReduceSettings
+from fullshard.engine.reduction_state import ReduceSettings
 from fullshard.engine.state import FSDPState, named_states, state_of
 from fullshard.errors import (
     ConfigurationError,

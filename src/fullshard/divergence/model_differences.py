@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from fullshard.engine.model_description import GENERAL, Description
+from fullshard.divergence.model_description import GENERAL, Description
 from fullshard.errors import ranks_text
 
 _LINES = 10

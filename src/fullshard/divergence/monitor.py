@@ -1,0 +1,52 @@
+"""The monitor that divergence installs: what the step tells goes to journals, meetings, agreements and the watchdog."""
+
+from __future__ import annotations
+
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from fullshard.divergence.agreement import ModelAgreement
+from fullshard.divergence.compared_updates import refuse_within_guarded_step, step_taken
+from fullshard.divergence.journal import note_exception
+from fullshard.divergence.meetings import Meetings
+from fullshard.divergence.watchdog import process
+from fullshard.mesh.backends import Backend
+from fullshard.transport import monitor
+from fullshard.transport.monitor import GroupMonitor, ModelMonitor, Monitor
+
+
+class DivergenceMonitor(Monitor):
+    """Compares what this rank does with what the others do."""
+
+    def of_group(self, group: ProcessGroup, backend: Backend) -> GroupMonitor:
+        """Return what lets the ranks of a group meet."""
+        return Meetings(group, backend)
+
+    def of_model(self) -> ModelMonitor:
+        """Return what lets ranks agree on a model."""
+        return ModelAgreement()
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """Refuse a step that could not be taken back."""
+        refuse_within_guarded_step(optimizer)
+
+    def optimizer_ended(self, optimizer: Optimizer) -> None:
+        """Note what the step has done to shards."""
+        step_taken(optimizer)
+
+    def exception_left(self, error: BaseException) -> None:
+        """Note an exception that leaves a sharded forward or backward."""
+        note_exception(error)
+
+
+_MONITOR = DivergenceMonitor()
+
+
+def install() -> None:
+    """Let this process be compared with other ranks. Called wherever the library is first used; later calls cost nothing.
+
+    Nothing runs from now on, but a process that ends before its first forward says so to the others.
+    """
+    if monitor.monitor() is not _MONITOR:
+        monitor.install(_MONITOR)
+    process.announce()
