@@ -31,13 +31,14 @@ from fullshard.api import (
     StateDictType,
 )
 from fullshard.divergence import monitor
-from fullshard.engine import fused_linear, hooks
+from fullshard.engine import hooks
 from fullshard.engine.ownership import has_forward, managed_modules
 from fullshard.engine.state import state_of
-from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
 from fullshard.errors import LifecycleError
 from fullshard.features import skipped_forward
 from fullshard.features.clip_grad import Clipping
+from fullshard.features.fused_gradients import fused_linear
+from fullshard.features.unshard_handle import UnshardHandle, unshard_state
 from fullshard.fsdp1 import comm_hooks, precision, summon_full_params
 from fullshard.fsdp1.construction import shard
 from fullshard.fsdp1.direct_calls import DirectCalls

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine.padding import padding_text
+from fullshard.features.padding import padding_text
 from fullshard.mesh.axes import world_size
 from fullshard.programs.plan_tool.program import Phase, Program
 from fullshard.programs.plan_tool.recording import HookRecorder, RecordedClock, Recorder, Times
