@@ -205,12 +205,6 @@ class Gather:
         return self.route is not None and self.route.codec.aliases_shards
 
     @property
-    def addresses(self) -> range:
-        """Addresses of the gathered memory: a tensor that lies there is lost when it is given back."""
-        full = None if self.route is None else self.route.codec.full
-        return range(0) if full is None else full.addresses
-
-    @property
     def held_bytes(self) -> int:
         """Bytes of memory for gathering that there are now: full parameters, staging, a post-forward shard.
 

@@ -15,6 +15,7 @@ it back. Its verbs stand in the order in which one step uses them:
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,11 @@ from fullshard.transport.tags import tag
 from fullshard.transport.transports import Transport
 
 _SERIAL_NUMBERS = itertools.count()
+_NOWHERE = range(0)
+
+# Looked up once: asked several times a step.
+_plain_attributes, _version_of = torch_border.plain_attributes, torch_border.version_of
+_trainable_of = operator.attrgetter("requires_grad")
 
 # Read on the hot path, where an enum's own lookup takes longer than what it decides.
 _SHARDED = ShardedState.SHARDED
@@ -328,12 +334,23 @@ class FSDPParamGroup:
             self.drop_post_forward_shard()
         self.notice_replacements()
         shards = self.shards
-        if torch_border.are_trainable(shards.leaves) != shards.trainable:
+        if self._trainable_now() != shards.trainable:
             self._follow_requires_grad()
         if self._context is not None and self._context.asynchronous:
-            self._ordered_version = shards.version
+            self._ordered_version = self._shards_version()
         if self.sharded_state is not _SHARDED and (left_unsharded or self.outdated):
             self.reshard()
+
+    def _shards_version(self) -> int:
+        """Return another number after each counted write to the shards, and after they were replaced."""
+        shards = self.shards
+        with _plain_attributes():
+            return shards.num_replaced + sum(map(_version_of, shards.versioned))
+
+    def _trainable_now(self) -> list[bool]:
+        """Return whether each sharded parameter is trainable; `ShardStorage.trainable` is what they were before."""
+        with _plain_attributes():
+            return [*map(_trainable_of, self.shards.leaves)]
 
     def reshard_if_written(self) -> bool:
         """Reshard what was gathered from shards that have been written since; return whether it was.
@@ -343,7 +360,7 @@ class FSDPParamGroup:
         shards, was_gathered = self.shards, self.sharded_state is not _SHARDED
         if shards.are_elsewhere and not self.full_params_installed:
             self.repack()
-        elif was_gathered and self._gathered_version != shards.version:
+        elif was_gathered and self._gathered_version != self._shards_version():
             self.reshard()
         return was_gathered and self.sharded_state is _SHARDED
 
@@ -376,7 +393,7 @@ class FSDPParamGroup:
             observer.begins("all_gather", self)
             observer.issues("gather", self)
         if state is _SHARDED:
-            self._gathered_version = version = self.shards.version
+            self._gathered_version = version = self._shards_version()
             if version != self._ordered_version:  # written since forward began
                 context.gathers_wait_for()
                 self._ordered_version = version
@@ -426,7 +443,7 @@ class FSDPParamGroup:
         )
         swap = self._param_swap or self._make_unsharded_params()
         shards = self.shards
-        if torch_border.are_trainable(shards.leaves) != shards.trainable:
+        if self._trainable_now() != shards.trainable:
             self._follow_requires_grad()
         if self.sharded_state is _GATHERED:
             self.sharded_state = _UNSHARDED  # before the swap: half of one is undone as a whole one
@@ -484,9 +501,10 @@ class FSDPParamGroup:
         """
         if self.sharded_state is _UNSHARDED:
             assert self._param_swap is not None, "a group is unsharded by a swap"
-            if self._writes is not None and self._writes.seen():
+            if not self._param_swap.to_sharded(self._writes):
+                assert self._writes is not None, "something was written"
                 self._keep_writes(self._writes)
-            self._param_swap.to_sharded()
+                self._param_swap.to_sharded()
             self.sharded_state = _GATHERED
 
     def _keep_writes(self, writes: UnshardedWrites) -> None:
@@ -569,7 +587,12 @@ class FSDPParamGroup:
     @property
     def gathered_addresses(self) -> range:
         """Addresses of the gathered memory: a tensor that lies there is lost when it is given back."""
-        return self.gather.addresses
+        route = self.gather.route
+        full = None if route is None else route.codec.full
+        begin = 0 if full is None else full.storage.data_ptr()
+        return (
+            range(begin, begin + full.storage.nbytes()) if full is not None and begin else _NOWHERE
+        )
 
     @property
     def held_bytes(self) -> int:
@@ -589,14 +612,14 @@ class FSDPParamGroup:
         are never gathered are the shards.
         """
         if self.sharded_state is _SHARDED or self.gather.aliases_shards:
-            return self.shards.version
+            return self._shards_version()
         return self._gathered_version
 
     @property
     def outdated(self) -> bool:
         """Whether gathered parameters may not be used by another forward: shards were written since, or they may not stay."""
         return self.gathered and not (
-            self._may_stay and self._gathered_version == self.shards.version
+            self._may_stay and self._gathered_version == self._shards_version()
         )
 
     def __repr__(self) -> str:

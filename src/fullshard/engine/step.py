@@ -86,7 +86,7 @@ from fullshard.errors import ConfigurationError, LifecycleError
 from fullshard.storage.param import FSDPParam
 from fullshard.transport.monitor import POSITION, monitor
 from fullshard.transport.observer import Part
-from fullshard.transport.streams import FSDPCommContext, any_graph
+from fullshard.transport.streams import CONTEXTS, FSDPCommContext
 
 if TYPE_CHECKING:
     from fullshard.engine.root_model import RootModel
@@ -800,7 +800,9 @@ def run_backward(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
     if any(torch_border.inputs_of_backward(args)):
         run, args = backward_inputs.with_unsharded(run, args, options)
     try:
-        if any_graph():
+        # A backward pass may come through a model whose latest graph is alive; not through one that is recomputed as a whole.
+        graphs = [context.latest_graph for context in CONTEXTS]
+        if any(graph is not None and graph() is not None for graph in graphs):
             # By default, a thread of autograd's runs what is on a device.
             with torch.autograd.set_multithreading_enabled(False):
                 gradients = run(*args, **options)

@@ -149,9 +149,8 @@ def fully_shard(
         dp_mesh_dims: The names of the data-parallel axes of ``mesh``. The mesh is then the one of all kinds of
             parallelism, and all parameters are DTensors on it.
         fuse_gradients: Let the backward of linear layers write weight gradients straight into the reduce-scatter
-            buffer, in the reduce dtype: no gradient in the compute dtype, no cast, no copy. This takes memory for one more
-            reduction. `FSDPModule.fused_gradients` says for which weights. The products of such layers also add up the gradient
-            of a tensor that several of them read.
+            buffer, in the reduce dtype: no gradient in the compute dtype, no cast, no copy; memory for one more reduction.
+            `FSDPModule.fused_gradients` says for which weights. Layers that read one tensor add up its gradient, too.
 
     Returns:
         The same object, now also an `FSDPModule`.

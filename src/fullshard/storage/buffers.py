@@ -69,12 +69,6 @@ class Buffer:
         """Address of the memory, 0 when given back."""
         return self.storage.data_ptr()
 
-    @property
-    def addresses(self) -> range:
-        """The addresses of its memory; none if it is absent, or on the meta device."""
-        begin = self.storage.data_ptr()
-        return range(begin, begin + self.storage.nbytes() if begin else 0)
-
     def allocate(self) -> None:
         """Take memory from the current stream's pool, unless there is some already; contents are undefined.
 

@@ -158,12 +158,15 @@ class ParamSwap:
             if torch_border.storage_id(unsharded) != memory
         ]
 
-    def to_sharded(self) -> None:
-        """Put the sharded parameters on the modules."""
+    def to_sharded(self, writes: UnshardedWrites | None = None) -> bool:
+        """Put the sharded parameters on the modules; but do nothing, and return False, if there are ``writes`` to be kept."""
+        if writes is not None and writes.seen():
+            return False
         for table, name, sharded, _ in self._tables:
             table[name] = sharded
         for owner, sharded, _ in self._assigned:
             owner.install(sharded)
+        return True
 
     def to_unsharded(self) -> None:
         """Put the unsharded parameters on the modules."""

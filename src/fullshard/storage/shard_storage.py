@@ -30,7 +30,7 @@ from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.sharded_params import ShardedParam, holder_of
 
 # Looked up once: asked several times a step.
-_plain_attributes, _version_of = torch_border.plain_attributes, torch_border.version_of
+_plain_attributes = torch_border.plain_attributes
 _dtype_of = operator.attrgetter("dtype")
 
 
@@ -67,7 +67,7 @@ class ShardStorage:
         """The layout of all parameters."""
         self.buffered_layout = shard_format.layout(self.buffered, mesh_info.shard_mesh_size)
         """The layout of the parameters that lie in the buffer."""
-        self._replaced = 0
+        self.num_replaced = 0
         """Grows whenever users' replacements are adopted: a part of `version`."""
         self._shard_originals(group)
         self.sharded_params = tuple(dict.fromkeys(param.sharded_param for param in params))
@@ -123,7 +123,7 @@ class ShardStorage:
         tensors = [
             tensor for sharded_param in self.sharded_params for tensor in sharded_param.versioned
         ]
-        self._versioned = [tensor for tensor in tensors if not tensor.is_inference()]
+        self.versioned = [tensor for tensor in tensors if not tensor.is_inference()]
         """Tensors whose version counters tell of writes to the shards."""
         entries = [
             entry
@@ -143,12 +143,6 @@ class ShardStorage:
         self._memory = [*map(self._identity.of, self.leaves)]
         self._dtypes = torch_border.dtypes_of(self.leaves)
         self.remember_trainable()
-
-    @property
-    def version(self) -> int:
-        """Another number after each counted write to the shards, and after they were replaced. Asked several times a step."""
-        with _plain_attributes():
-            return self._replaced + sum(map(_version_of, self._versioned))
 
     @property
     def format_name(self) -> str:
@@ -255,7 +249,7 @@ class ShardStorage:
         }
         for sharded_param, candidate in replacements.items():
             sharded_param.adopt(candidate, group)
-        self._replaced += _MORE_THAN_WRITES
+        self.num_replaced += _MORE_THAN_WRITES
         # A user may put a subclass in the place of a plain shard, and `to_empty` makes plain ones of some subclasses.
         self._take_buffer(
             [p for p in self._params if fits_in_buffers(p.sharded_param.local)],

@@ -9,7 +9,6 @@ Users of it write ``torch_border.name``, whichever file has the name.
 from fullshard.torch_border.autograd import (
     NO_RANGE as NO_RANGE,
     REDUCES_IN_GRAD_DTYPE as REDUCES_IN_GRAD_DTYPE,
-    are_trainable as are_trainable,
     backward_pass_id as backward_pass_id,
     below_autograd as below_autograd,
     dtypes_of as dtypes_of,

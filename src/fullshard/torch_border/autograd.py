@@ -45,7 +45,6 @@ Since torch 2.15; until then in the dtype of the unsharded parameter.
 """
 
 _dtype_of: Callable[[Tensor], torch.dtype] = operator.attrgetter("dtype")
-_trainable_of: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 
 plain_attributes: Callable[[], contextlib.AbstractContextManager[Any]] = (
@@ -59,12 +58,6 @@ def sum_of_versions(tensors: Iterable[Tensor]) -> int:
     # DTensors are asked for attributes in half the time if torch need not look for a function of their own.
     with torch._C.DisableTorchFunctionSubclass():
         return sum(map(version_of, tensors))
-
-
-def are_trainable(tensors: Iterable[Tensor]) -> list[bool]:
-    """Return `requires_grad` of each of the tensors."""
-    with torch._C.DisableTorchFunctionSubclass():  # as above
-        return [*map(_trainable_of, tensors)]
 
 
 def dtypes_of(tensors: Iterable[Tensor]) -> list[torch.dtype]:

@@ -98,7 +98,7 @@ class FSDPCommContext:
         self.device = device
         self._device = torch_border.device_for(device)
         self.asynchronous = self._device.has_streams
-        _CONTEXTS.add(self)
+        CONTEXTS.add(self)
         self.max_reductions = 1
         """How many reduce inputs may be in flight; before one more, compute waits for the oldest."""
 
@@ -284,21 +284,12 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-_CONTEXTS: weakref.WeakSet[FSDPCommContext] = weakref.WeakSet()
-
-
-def any_graph() -> bool:
-    """Return whether a backward pass may come through a model of this process; False for one that is recomputed as a whole."""
-    for context in comm_contexts():
-        graph = context.latest_graph
-        if graph is not None and graph() is not None:
-            return True
-    return False
+CONTEXTS: weakref.WeakSet[FSDPCommContext] = weakref.WeakSet()
 
 
 def comm_contexts() -> list[FSDPCommContext]:
     """Return the contexts of all models of this process."""
-    return list(_CONTEXTS)
+    return list(CONTEXTS)
 
 
 _HOST_STREAM = contextlib.nullcontext()
