@@ -275,7 +275,7 @@ features/clip_grad.py::clip_grad_norm_
     must be finite | features/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks | features/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks
 features/clip_grad.py::_params_of
     these are unsharded now | features/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks | features/test_clipping::test_norms_and_gradients_are_those_of_one_process
-engine/full_params.py::_raise_together
+features/full_params.py::_raise_together
     On ranks | engine/test_replaced_params::test_what_cannot_take_a_parameters_place_is_the_same_error_on_all_ranks | engine/test_replaced_params::test_everybody_sees_what_was_put_in_a_parameters_place
     the same dtypes on all ranks | engine/test_replaced_params::test_parameters_that_cannot_be_taken_over_are_named | engine/test_replaced_params::test_everybody_sees_what_was_put_in_a_parameters_place
 features/fused_gradients/fused_linear.py::FusedWeight.give

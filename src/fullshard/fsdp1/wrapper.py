@@ -35,7 +35,7 @@ from fullshard.engine import hooks
 from fullshard.engine.ownership import has_forward, managed_modules
 from fullshard.engine.state import state_of
 from fullshard.errors import LifecycleError
-from fullshard.features import skipped_forward
+from fullshard.features import full_params, skipped_forward
 from fullshard.features.clip_grad import Clipping
 from fullshard.features.fused_gradients import fused_linear
 from fullshard.features.unshard_handle import UnshardHandle, unshard_state
@@ -397,7 +397,7 @@ class FullyShardedDataParallel(
                 *args, destination=destination, prefix=prefix, keep_vars=keep_vars
             )
         finally:
-            self._fsdp_state.installed_full_params.uninstall()  # if a module below has raised
+            full_params.uninstall_all(self._fsdp_state)  # if a module below has raised
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -409,7 +409,7 @@ class FullyShardedDataParallel(
             )
         finally:
             for wrapper in wrappers_in(self):
-                wrapper._fsdp_state.installed_full_params.uninstall()  # if a module has raised
+                full_params.uninstall_all(wrapper._fsdp_state)  # if a module has raised
 
     def _named_sharded_params(self) -> list[tuple[str, nn.Parameter]]:
         """See `torch_border.ClientAttributes`."""
