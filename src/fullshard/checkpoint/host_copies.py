@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fullshard import torch_border
-from fullshard.engine.captures import StepHook
+from fullshard.features.graphs.step_hook import StepHook
 from fullshard.optim import EMA
 
 ALIGNMENT = 64
