@@ -381,7 +381,7 @@ def three_inputs(check: StreamCheck) -> None:
 def hook_on_a_stream(check: StreamCheck) -> None:
     """Run a hook on a stream of the user's."""
     model = sharded(decoder(), mp_policy=BF16)
-    stream = torch_border.new_stream(META, priority=0)
+    stream = torch_border.device_for(META).new_stream(priority=0)
     for module in (*model.blocks, model):
         module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5), stream=stream)
     train(model)
@@ -392,7 +392,8 @@ def optimizer_event(check: StreamCheck) -> None:
     """Step on another stream, and let gathers wait for its event."""
     model = sharded(decoder(), mp_policy=BF16)
     optimizer = adamw(model)
-    stream, event = torch_border.new_stream(META, priority=0), torch_border.new_event(META)
+    device = torch_border.device_for(META)
+    stream, event = device.new_stream(priority=0), device.new_event()
     for _ in range(STEPS):
         model(tokens()).backward()
         stream.wait_stream(torch_border.current_stream(META))
@@ -409,7 +410,8 @@ def optimizer_event(check: StreamCheck) -> None:
 def written_aside(check: StreamCheck) -> None:
     """Write shards on a stream that compute never waits for; each group's next gather does."""
     model = sharded(decoder(), mp_policy=BF16)
-    stream, event = torch_border.new_stream(META, priority=0), torch_border.new_event(META)
+    device = torch_border.device_for(META)
+    stream, event = device.new_stream(priority=0), device.new_event()
     states: Any = [state_of(module) for module in (*model.blocks, model)]
     for _ in range(STEPS):
         model(tokens()).backward()

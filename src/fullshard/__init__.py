@@ -38,8 +38,6 @@ if _TYPE_CHECKING:
     from fullshard.divergence.guarded_step import GuardedStep, guarded_step
     from fullshard.divergence.step_guard import StepFailure
     from fullshard.drop_in.install import Installation, install, installed, uninstall
-    from fullshard.engine.backward_finalization import GradientReductionHandle
-    from fullshard.engine.unshard_handle import UnshardHandle
     from fullshard.errors import (
         CheckpointError,
         CommunicationError,
@@ -54,10 +52,12 @@ if _TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
+    from fullshard.features.backward_finalization import GradientReductionHandle
     from fullshard.features.clip_grad import clip_grad_norm_
     from fullshard.features.graphs.graphed_step import GraphedStep, graphed
     from fullshard.features.join import JoinedBatches, join
     from fullshard.features.planned_groups import PlannedGroup
+    from fullshard.features.unshard_handle import UnshardHandle
     from fullshard.fsdp1.wrapper import FullyShardedDataParallel
     from fullshard.fsdp2.fsdp_module import (
         FSDPModule,
@@ -150,7 +150,7 @@ _MODULES = {
     "FullOptimStateDictConfig": "api",
     "FullStateDictConfig": "api",
     "FullyShardedDataParallel": "fsdp1.wrapper",
-    "GradientReductionHandle": "engine.backward_finalization",
+    "GradientReductionHandle": "features.backward_finalization",
     "GraphedStep": "features.graphs.graphed_step",
     "GroupPlan": "fsdp2.group_plan",
     "GuardedStep": "divergence.guarded_step",
@@ -173,7 +173,7 @@ _MODULES = {
     "StateDictSettings": "api",
     "StateDictType": "api",
     "StepFailure": "divergence.step_guard",
-    "UnshardHandle": "engine.unshard_handle",
+    "UnshardHandle": "features.unshard_handle",
     "balanced_placement": "layout.balanced_placement",
     "clip_grad_norm_": "features.clip_grad",
     "debug": "checks.debug",

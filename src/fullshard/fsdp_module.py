@@ -1,7 +1,7 @@
 """Sharded modules: the public names of `fullshard.fsdp2.fsdp_module`."""
 
-from fullshard.engine.backward_finalization import GradientReductionHandle
-from fullshard.engine.unshard_handle import UnshardHandle
+from fullshard.features.backward_finalization import GradientReductionHandle
+from fullshard.features.unshard_handle import UnshardHandle
 from fullshard.fsdp2.fsdp_module import (
     FSDPModule,
     ReplicateModule,

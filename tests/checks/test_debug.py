@@ -26,7 +26,7 @@ class Racy(DefaultAllGather):
     """A user's all-gather on a stream of its own, for which no stream waits."""
 
     def __init__(self) -> None:
-        self.stream = torch_border.new_stream(META, priority=0)
+        self.stream = torch_border.device_for(META).new_stream(priority=0)
 
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False

@@ -18,7 +18,8 @@ class Reader(StepObserver):
     """Reads gradients on a stream of its own, as soon as they are final."""
 
     def __init__(self, *, is_ordered: bool) -> None:
-        self.stream, self.is_ordered = torch_border.new_stream(META, priority=0), is_ordered
+        self.stream = torch_border.device_for(META).new_stream(priority=0)
+        self.is_ordered = is_ordered
         self.read: list[Any] = []
 
     def gradients_final(self, group: Any, event: Any) -> None:

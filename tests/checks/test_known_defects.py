@@ -26,7 +26,7 @@ class Streams:
     def __init__(self) -> None:
         self.compute = torch_border.current_stream(META)
         self.gather, self.reduce, self.replicas = (
-            torch_border.new_stream(META, priority=0) for _ in range(3)
+            torch_border.device_for(META).new_stream(priority=0) for _ in range(3)
         )
 
     @staticmethod

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 import fullshard.layout.segments
 from benchmarks.stream_settings import checked
 from fullshard import FullyShardedDataParallel, fully_shard
-from fullshard.engine.full_params import all_gather_full
 from fullshard.engine.gather import Gather
 from fullshard.engine.known_groups import groups_of
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.routes import Route
 from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import state_of
+from fullshard.features.full_params import all_gather_full
 from fullshard.layout.segments import Layout, flat_layout, gathers_in_place, per_row_layout
 from fullshard.storage.buffers import FlatShard, shard_of
 from fullshard.storage.codecs import AnyCodec, Cast, Plain

@@ -1,4 +1,4 @@
-"""Gradients written once on a GPU: as exact as products in fp32, in fewer kernels; see tests/features/test_fused_gradients.py."""
+"""Gradients written once on a GPU: as exact as products in fp32, in fewer kernels; see tests/features/fused_gradients/test_fused_linear.py."""
 
 from __future__ import annotations
 

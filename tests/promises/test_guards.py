@@ -255,7 +255,7 @@ divergence/active_dropout.py::warn_of_active_dropout
     model.eval() was not called | promises/test_unnoticed::test_dropout_without_gradients_is_named_before_ranks_generate_different_texts | promises/test_unnoticed::test_dropout_without_gradients_is_named_before_ranks_generate_different_texts
 divergence/agreement.py::_compare
      | divergence/test_agreement::test_a_rank_with_another_model_is_named_on_all_ranks | promises/test_legal_programs::test_ranks_may_ignore_different_modules_if_the_rest_is_the_same
-engine/at_rest.py::bring_to_rest
+features/at_rest.py::bring_to_rest
     within forward or backward | checkpoint/state/test_local_state::test_models_must_rest | checkpoint/state/test_local_state::test_models_must_rest
     within summon_full_params | checkpoint/state/test_local_state::test_models_must_rest | checkpoint/state/test_local_state::test_models_must_rest
 engine/backward_inputs.py::_graph_inputs
@@ -275,13 +275,13 @@ features/clip_grad.py::clip_grad_norm_
     must be finite | features/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks | features/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks
 features/clip_grad.py::_params_of
     these are unsharded now | features/test_clipping::test_unusual_gradients_have_one_norm_on_all_ranks | features/test_clipping::test_norms_and_gradients_are_those_of_one_process
-engine/full_params.py::_raise_together
+features/full_params.py::_raise_together
     On ranks | engine/test_replaced_params::test_what_cannot_take_a_parameters_place_is_the_same_error_on_all_ranks | engine/test_replaced_params::test_everybody_sees_what_was_put_in_a_parameters_place
     the same dtypes on all ranks | engine/test_replaced_params::test_parameters_that_cannot_be_taken_over_are_named | engine/test_replaced_params::test_everybody_sees_what_was_put_in_a_parameters_place
-engine/fused_linear.py::FusedWeight.give
-    a hook on the unsharded | features/test_fused_compiled::test_a_hook_that_would_see_no_gradient_is_refused | features/test_fused_compiled::test_passes_that_need_ordinary_gradients_have_them
-engine/fused_linear.py::reasons
-    decides which gradients | promises/test_guards::test_what_the_first_forward_decides_is_not_told_before | features/test_fused_gradients::test_a_summary_says_which_weights_and_why
+features/fused_gradients/fused_linear.py::FusedWeight.give
+    a hook on the unsharded | features/fused_gradients/test_compiled_linear::test_a_hook_that_would_see_no_gradient_is_refused | features/fused_gradients/test_compiled_linear::test_passes_that_need_ordinary_gradients_have_them
+features/fused_gradients/fused_linear.py::reasons
+    decides which gradients | promises/test_guards::test_what_the_first_forward_decides_is_not_told_before | features/fused_gradients/test_fused_linear::test_a_summary_says_which_weights_and_why
 features/graphs/graphed_step.py::GraphedStep._say_eager
     runs eagerly | features/graphs/test_graphed::test_on_the_cpu_a_graphed_step_is_the_step_and_ranks_do_what_the_most_careful_one_wants | gpu/test_graphed::test_traced_and_evaluated_steps_run_eagerly_between_replays
 features/graphs/graphed_step.py::GraphedStep._entry_of
@@ -303,17 +303,17 @@ features/join.py::_ModelRanks.lend
     must be | features/test_join::test_a_batch_that_cannot_be_lent_ends_all | features/test_join::test_any_rank_may_have_any_number_of_batches
 features/join.py::_check_data
     draw batches until | features/test_join::test_data_that_fails_on_one_rank_ends_all | features/test_join::test_any_rank_may_have_any_number_of_batches
-engine/backward_finalization.py::GradientReductionHandle.wait
-    has dropped since | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | engine/test_backward_finalization::test_reductions_are_in_flight_until_the_handle_waits
-engine/backward_finalization.py::set_manual
-    must be called between steps | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused
-engine/backward_finalization.py::finalize
-    does not finalize itself | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | engine/test_backward_finalization::test_reductions_are_in_flight_until_the_handle_waits
-    outside of forward and backward | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | engine/test_backward_finalization::test_gradients_are_those_of_a_backward_that_ends_by_itself_and_of_torch
-engine/backward_finalization.py::_check_is_root
-    must be called on the root module | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | engine/test_backward_finalization::test_calls_at_the_wrong_place_are_refused
+features/backward_finalization.py::GradientReductionHandle.wait
+    has dropped since | features/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | features/test_backward_finalization::test_reductions_are_in_flight_until_the_handle_waits
+features/backward_finalization.py::set_manual
+    must be called between steps | features/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | features/test_backward_finalization::test_calls_at_the_wrong_place_are_refused
+features/backward_finalization.py::finalize
+    does not finalize itself | features/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | features/test_backward_finalization::test_reductions_are_in_flight_until_the_handle_waits
+    outside of forward and backward | features/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | features/test_backward_finalization::test_gradients_are_those_of_a_backward_that_ends_by_itself_and_of_torch
+features/backward_finalization.py::_check_is_root
+    must be called on the root module | features/test_backward_finalization::test_calls_at_the_wrong_place_are_refused | features/test_backward_finalization::test_calls_at_the_wrong_place_are_refused
 engine/lazy_init.py::lazy_init
-    is for the root module | engine/test_backward_finalization::test_modules_below_the_root_are_named_at_the_first_forward | engine/test_backward_finalization::test_modules_below_the_root_are_named_at_the_first_forward
+    is for the root module | features/test_backward_finalization::test_modules_below_the_root_are_named_at_the_first_forward | features/test_backward_finalization::test_modules_below_the_root_are_named_at_the_first_forward
     must be sharded on its own | engine/test_step::test_a_list_of_modules_is_no_root | fsdp2/test_grouped_modules::test_modules_of_a_group_run_without_their_model
 engine/lazy_init.py::_former_steps
     new outermost module only between steps | promises/test_as_in_torch::test_a_root_cannot_be_changed_within_a_forward | engine/test_step::test_the_root_is_the_state_whose_forward_comes_first
@@ -332,7 +332,11 @@ engine/ownership.py::check_can_be_owned
     gradients must be dense | promises/test_failures::test_a_mistake_is_the_same_clear_error_on_every_rank | fsdp2/test_fully_shard::test_ignored_parameters_are_left_alone
 engine/ownership.py::check_real_for_wire
     these are complex | fsdp1/test_wrapper::test_parameters_that_do_not_go_together_are_named | engine/test_complex::test_complex_parameters_are_trained_as_in_one_process
-engine/padding.py::warn_of_padding
+features/backward_finalization.py::_check_finalized
+    Backward must be finalized before | features/test_backward_finalization::test_no_optimizer_steps_before_backward_is_finalized | features/test_backward_finalization::test_no_optimizer_steps_before_backward_is_finalized
+features/pipelines.py::_check_reduced
+    A pipeline's step must end | features/test_pipelining::test_a_failed_step_is_not_optimized_and_the_next_one_is_right | features/test_pipelining::test_a_step_may_reduce_nothing
+features/padding.py::warn_of_padding
      | layout/test_balanced_placement::test_a_model_that_is_padded_a_lot_is_told_once_with_all_groups_and_the_remedy | layout/test_balanced_placement::test_nothing_is_said_of_little_padding
 engine/plain_params.py::compare_plain_gradients
     nothing reduces their gradients | engine/test_plain_params::test_parameters_that_drift_apart_are_named_once | engine/test_plain_params::test_nothing_is_said_of_parameters_that_are_reduced_or_left_alone
@@ -340,8 +344,6 @@ engine/param_group.py::FSDPParamGroup.check_nothing_assigned
     only while they are sharded | engine/test_replaced_params::test_parameters_that_cannot_be_taken_over_are_named | engine/test_replaced_params::test_parameters_may_change_places
 engine/process_hooks.py::_before_step
     Gradients must be reduced before | engine/test_unreduced_gradients::test_no_optimizer_updates_pieces_with_gradients_that_were_not_reduced | engine/test_unreduced_gradients::test_other_calls_leave_what_waits_as_it_should_be
-    Backward must be finalized before | engine/test_backward_finalization::test_no_optimizer_steps_before_backward_is_finalized | engine/test_backward_finalization::test_no_optimizer_steps_before_backward_is_finalized
-    A pipeline's step must end | features/test_pipelining::test_a_failed_step_is_not_optimized_and_the_next_one_is_right | features/test_pipelining::test_a_step_may_reduce_nothing
 engine/process_hooks.py::_check_params
     was made before the model was sharded | promises/test_unnoticed::test_an_optimizer_over_tensors_that_never_get_gradients_is_refused | promises/test_applied_by_torch::test_optimizers_in_backward_train_as_outside_of_it
     while these parameters were unsharded | promises/test_unnoticed::test_an_optimizer_over_tensors_that_never_get_gradients_is_refused | promises/test_unnoticed::test_optimizers_applied_in_backward_step_when_gradients_arrive

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fullshard import torch_border
-from fullshard.engine.captures import StepHook
+from fullshard.features.graphs.step_hook import StepHook
 from fullshard.optim import EMA
 
 ALIGNMENT = 64
@@ -26,22 +26,26 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._pinned = torch.empty(0, dtype=torch.uint8)
+        self._device: torch_border.Device | None = None
+        """The device for which memory is pinned."""
         self._writes: list[torch.Event] = []
         """The ends of copies into pinned memory."""
 
-    def views(self, tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
-        """Return memory for a copy of each tensor. Memory of earlier calls may be reused."""
+    def views(self, tensors: Sequence[Tensor], device: torch.device | None) -> list[Tensor]:
+        """Return memory for a copy of each tensor, pinned for a device if there is one. Memory of earlier calls may be reused."""
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        memory = self._at_least(end) if pinned else torch.empty(end, dtype=torch.uint8)
+        memory = (
+            torch.empty(end, dtype=torch.uint8) if device is None else self._at_least(end, device)
+        )
         return [
             memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(starts, tensors, strict=True)
         ]
 
-    def _at_least(self, nbytes: int) -> Tensor:
+    def _at_least(self, nbytes: int, device: torch.device) -> Tensor:
         """Return pinned memory of at least this size. torch's own allocator would round up to a power of two.
 
         A snapshot may have been dropped, because another rank failed, and still be copied into this memory. So wait for
@@ -50,11 +54,13 @@ class HostMemory:
         while self._writes:
             self._writes.pop().synchronize()
         if self._pinned.numel() < nbytes:
-            torch_border.unpin(self._pinned)
+            if self._device is not None:
+                self._device.unpin(self._pinned)
+            self._device = torch_border.device_for(device)
             # Free the old memory before allocating the new.
             self._pinned = torch.empty(0, dtype=torch.uint8)
             self._pinned = torch.empty(nbytes, dtype=torch.uint8)
-            torch_border.pin(self._pinned)
+            self._device.pin(self._pinned)
         return self._pinned
 
     def note_write(self, event: torch.Event) -> None:
@@ -68,7 +74,7 @@ class Snapshot:
     def __init__(self, tensors: Sequence[Tensor], memory: HostMemory) -> None:
         """Copy tensors on the CPU now; start copies of tensors on an accelerator, beside what it computes."""
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-        self.copies = memory.views(tensors, pinned=bool(devices))
+        self.copies = memory.views(tensors, next(iter(devices), None))
         # Keep the tensors until they are copied: their owner may drop them before.
         self._sources = list(tensors)
         self._events: dict[torch.device, torch.Event] = {}
@@ -80,9 +86,10 @@ class Snapshot:
                     copy.copy_(tensor)
 
     def _copy_from(self, device: torch.device, memory: HostMemory) -> None:
-        stream = torch_border.new_stream(device, priority=0)
+        own = torch_border.device_for(device)
+        stream = own.new_stream(priority=0)
         # The copies are of what was computed so far.
-        stream.wait_stream(torch_border.current_stream(device))
+        stream.wait_stream(own.current_stream())
         with stream, torch.no_grad():
             for tensor, copy in zip(self._sources, self.copies, strict=True):
                 if tensor.device == device:

@@ -7,12 +7,12 @@ from contextlib import ExitStack
 
 import torch.distributed as dist
 
-from fullshard import torch_border
 from fullshard.checks.checked_block import CheckedBlock
 from fullshard.checks.step_trace import StepTrace
 from fullshard.checks.stream_order import Entry
 from fullshard.errors import UsageError
 from fullshard.virtual.device import VirtualDevice
+from fullshard.virtual.groups import virtual_process_group
 from fullshard.virtual.without_values import without_values
 
 
@@ -50,7 +50,7 @@ class StreamCheck(CheckedBlock):
                 "On a machine without a GPU, fullshard.debug('streams') needs ranks that do not exist, but there is a default "
                 "process group. Leave init_process_group out: the block starts the ranks, and the program is rank 0 of them."
             )
-        stack.enter_context(torch_border.virtual_process_group(self._world_size, self.device))
+        stack.enter_context(virtual_process_group(self._world_size, self.device))
         stack.enter_context(self.device.active())
         stack.enter_context(without_values())
 

@@ -9,10 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from fullshard import torch_border
-from fullshard.engine import fused_linear
 from fullshard.engine.known_groups import group_without_memory, groups_of
 from fullshard.errors import LifecycleError
 from fullshard.storage.sharded_params import group_of
+
+PASSES_WITH_INPUTS: set[object] = set()
+"""Backward passes with named inputs that run now, in any thread. They alone know which gradients they want."""
 
 
 def with_unsharded(
@@ -25,7 +27,16 @@ def with_unsharded(
     """
     translate = functools.partial(_graph_inputs, bool(options.get("accumulate_grad")))
     args = torch_border.with_inputs_of_backward(args, translate)
-    return functools.partial(fused_linear.without_fusing, run), args
+    return functools.partial(_run, run), args
+
+
+def _run(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    this_pass = object()
+    PASSES_WITH_INPUTS.add(this_pass)
+    try:
+        return run(*args, **options)
+    finally:
+        PASSES_WITH_INPUTS.discard(this_pass)
 
 
 def _graph_inputs(accumulated: bool, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ Users capture a step with `torch.cuda.graph`, which does not announce it. So eve
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from fullshard.engine.param_group import FSDPParamGroup
@@ -25,17 +25,6 @@ from fullshard.transport.streams import comm_contexts, is_capturing
 if TYPE_CHECKING:
     from fullshard.engine.state import FSDPState
     from fullshard.engine.step import Step
-
-
-class StepHook:
-    """A hook before the steps of an optimizer that also runs before a graph with such a step: replays call no hooks."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __call__(self, *_: object) -> None:
-        """Run it."""
-        self._call()
 
 
 def cross_border(step: Step, *, is_known: bool) -> None:

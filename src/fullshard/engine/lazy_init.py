@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from functools import partial
 
 from fullshard import torch_border
-from fullshard.engine import fused_linear, process_hooks
+from fullshard.engine import process_hooks
+from fullshard.engine.feature_events import MODEL_CONNECTED
 from fullshard.engine.ownership import names_in_common
-from fullshard.engine.padding import warn_of_padding
 from fullshard.engine.root_model import RootModel
 from fullshard.engine.state import FSDPState, named_states, state_of
 from fullshard.engine.step import Step
@@ -73,9 +73,8 @@ def lazy_init(state: FSDPState) -> Step:
         found.step = step
         found.set_name(name or "root", ", ".join(in_common.get(found, ())) or "root")
     model.connect(context)
-    if torch_border.the_virtual_device() is None:  # a plan says it itself
-        warn_of_padding(states.items())
-    fused_linear.install(step)
+    for join in MODEL_CONNECTED:
+        join(step)
     process_hooks.install()
     return step
 

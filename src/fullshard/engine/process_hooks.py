@@ -33,12 +33,8 @@ from torch.optim.optimizer import (
 )
 
 from fullshard import torch_border
-from fullshard.engine import (
-    backward_finalization,
-    local_updates,
-    optimizer_checks,
-    pipelines,
-)
+from fullshard.engine import local_updates, optimizer_checks
+from fullshard.engine.feature_events import UPDATE_BEGINS
 from fullshard.engine.known_groups import groups_of, unsharded_groups
 from fullshard.engine.optimizer_checks import params_of
 from fullshard.engine.plain_params import compare_plain_gradients, is_to_be_compared
@@ -101,20 +97,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "Gradients must be reduced before an optimizer updates sharded parameters. The gradients of these parameters were "
             f"only accumulated, in no_sync(): {unreduced}. Run the last backward before step() outside of no_sync()."
         )
-    open_backward = backward_finalization.not_finalized(lambda: params_of(optimizer))
-    if open_backward:
-        raise LifecycleError(
-            "Backward must be finalized before an optimizer updates sharded parameters. These belong to a model with "
-            f"set_manual_backward_finalization(True), and their gradients may be incomplete: {open_backward}. Call "
-            "finalize_backward() of the root module before step(), or wait() of the handle that it has returned."
-        )
-    unfinished = pipelines.not_reduced(lambda: params_of(optimizer))
-    if unfinished:
-        raise LifecycleError(
-            "A pipeline's step must end before its optimizer's. The gradients of these parameters were added up over "
-            f"microbatches and not reduced: {unfinished}. If the schedule's step() failed, call zero_grad() and run it "
-            "again. A schedule of your own calls perform_reduce_grad() of its stages after the last microbatch."
-        )
+    for check in UPDATE_BEGINS:
+        check(lambda: params_of(optimizer))
 
 
 def _check_params(optimizer: Optimizer) -> None:

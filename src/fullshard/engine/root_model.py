@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fullshard.engine import pipelines, process_hooks
+from fullshard.engine import process_hooks
+from fullshard.engine.feature_events import PIPELINING_IMPORTED
 from fullshard.engine.model_changes import CHANGES
 from fullshard.engine.ownership import unmanaged_params
 from fullshard.transport.monitor import monitor
@@ -65,8 +66,8 @@ class RootModel:
         self.changes_seen = self._monitor.changes_seen
 
     def observe_stages(self) -> None:
-        """Observe stages of pipelines, which have been imported; asked for at the beginning of every forward until then."""
-        self.observes_stages = pipelines.observe()
+        """Let features observe stages of pipelines, which have been imported; asked for at every forward until then."""
+        self.observes_stages = all(observe() for observe in PIPELINING_IMPORTED)
 
     def _look_for_dropout(self) -> None:
         """Tell of one forward without gradients in training mode: each rank would drop something else."""

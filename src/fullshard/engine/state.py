@@ -13,7 +13,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fullshard.engine.installed_full_params import InstalledFullParams
 from fullshard.engine.observed_use import ObservedUse
 from fullshard.engine.options import StateOptions
 from fullshard.engine.param_group import FSDPParamGroup
@@ -62,8 +61,6 @@ class FSDPState:
         """The step of the root that this state runs under; known after the first forward."""
         self.summoned = False
         """Whether the modules are within `summon_full_params`."""
-        self.installed_full_params = InstalledFullParams()
-        """Full parameters that are on the modules while a state dict is made or loaded."""
         self.original_buffer_dtypes: Mapping[tuple[nn.Module, str], torch.dtype] = {}
         """By owner and name, the dtypes of buffers before they were cast for compute."""
 

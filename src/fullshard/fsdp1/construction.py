@@ -31,6 +31,7 @@ from fullshard.engine.ownership import (
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, attach_state
 from fullshard.errors import ConfigurationError, UnsupportedError
+from fullshard.features import registration
 from fullshard.fsdp1.wrapper_options import WrapperOptions
 from fullshard.layout.names import FLAT_PARAM, clean_name
 from fullshard.layout.placement import DTensorPlacer, ParamPlacement, local_tensor
@@ -220,6 +221,7 @@ def shard(wrapper: nn.Module, wrapped: nn.Module, options: WrapperOptions) -> FS
         ignored=ignored_below([wrapper], options.ignored.params, options.ignored.modules),
     )
     process_hooks.install()
+    registration.register(state.options)
     attach_state(wrapper, state)
     return state
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fullshard.engine import full_params
 from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import named_states, state_of
 from fullshard.errors import ConfigurationError, LifecycleError, UnsupportedError
+from fullshard.features import full_params
 from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
 from fullshard.layout.names import clean_name
 
@@ -171,7 +171,7 @@ class _SummonedGroup:
             kept = self._gradients if writeback else None
             full_params.restore_sharded_gradients(self.group, kept)
         if writeback and changed:
-            full_params.write(self.group, full)
+            full_params.write_to_shards(self.group, full)
         return faults
 
     def _faults(self, full: Sequence[Tensor]) -> list[str]:

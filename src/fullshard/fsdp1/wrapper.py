@@ -31,13 +31,14 @@ from fullshard.api import (
     StateDictType,
 )
 from fullshard.divergence import monitor
-from fullshard.engine import fused_linear, hooks
+from fullshard.engine import hooks
 from fullshard.engine.ownership import has_forward, managed_modules
 from fullshard.engine.state import state_of
-from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
 from fullshard.errors import LifecycleError
-from fullshard.features import skipped_forward
+from fullshard.features import full_params, skipped_forward
 from fullshard.features.clip_grad import Clipping
+from fullshard.features.fused_gradients import fused_linear
+from fullshard.features.unshard_handle import UnshardHandle, unshard_state
 from fullshard.fsdp1 import comm_hooks, precision, summon_full_params
 from fullshard.fsdp1.construction import shard
 from fullshard.fsdp1.direct_calls import DirectCalls
@@ -396,7 +397,7 @@ class FullyShardedDataParallel(
                 *args, destination=destination, prefix=prefix, keep_vars=keep_vars
             )
         finally:
-            self._fsdp_state.installed_full_params.uninstall()  # if a module below has raised
+            full_params.uninstall_all(self._fsdp_state)  # if a module below has raised
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -408,7 +409,7 @@ class FullyShardedDataParallel(
             )
         finally:
             for wrapper in wrappers_in(self):
-                wrapper._fsdp_state.installed_full_params.uninstall()  # if a module has raised
+                full_params.uninstall_all(wrapper._fsdp_state)  # if a module has raised
 
     def _named_sharded_params(self) -> list[tuple[str, nn.Parameter]]:
         """See `torch_border.ClientAttributes`."""

@@ -21,6 +21,7 @@ from fullshard.engine.lazy_init import lazy_init
 from fullshard.engine.state import FSDPState, state_of
 from fullshard.engine.step import Step
 from fullshard.errors import LifecycleError, UsageError
+from fullshard.features import full_params
 from fullshard.fsdp1.precision import Precision
 
 
@@ -70,8 +71,9 @@ class WrapperBase(nn.Module):
     def _prepare_forward(self) -> None:
         """Do the work before the parameters are gathered."""
         state = self._fsdp_state
-        if state.installed_full_params:
-            state.installed_full_params.uninstall()  # loading a module around this one has failed
+        for group in state.groups:
+            if group.full_params_installed:  # loading a module around this one has failed
+                full_params.uninstall_all(state)
         self._precision.prepare_forward(state, training=self.training)
 
     def _require_root(self, method: str) -> None:

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
-from fullshard.engine import backward_finalization, fused_linear, hooks, interruption
-from fullshard.engine.backward_finalization import GradientReductionHandle
+from fullshard.engine import hooks, interruption
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, state_of
-from fullshard.engine.unshard_handle import UnshardHandle, unshard_state
 from fullshard.errors import ConfigurationError, LifecycleError, OptionTypeError, UsageError
-from fullshard.features import skipped_forward
+from fullshard.features import backward_finalization, skipped_forward
+from fullshard.features.backward_finalization import GradientReductionHandle
+from fullshard.features.fused_gradients import fused_linear
+from fullshard.features.unshard_handle import UnshardHandle, unshard_state
 from fullshard.fsdp2.comm_checks import (
     check_comms_can_be_chosen,
     check_one_input_buffer,

@@ -41,6 +41,7 @@ from fullshard.engine.ownership import (
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState, attach_state, state_of
 from fullshard.errors import ConfigurationError, OptionTypeError
+from fullshard.features import registration
 from fullshard.fsdp2.fsdp_module import (
     FSDPModule,
     ReplicateModule,
@@ -315,6 +316,7 @@ def _apply(
         ignored=ignored_below(modules, ignored_params),
     )
     process_hooks.install()
+    registration.register(options)
     for module in modules:
         attach_state(module, state)
         torch_border.register_composable(

@@ -416,9 +416,4 @@ def _companion(group: dist.ProcessGroup, role: str, size: int) -> dist.ProcessGr
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Return the device of this rank's shards."""
-    if mesh.device_type == "cpu" or (
-        mesh.device_type == "meta" and torch_border.the_virtual_device() is not None
-    ):
-        return torch.device(mesh.device_type)
-    module = torch.get_device_module(mesh.device_type)
-    return torch.device(mesh.device_type, module.current_device())
+    return torch_border.device_for(torch.device(mesh.device_type)).current()

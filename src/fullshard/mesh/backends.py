@@ -67,7 +67,6 @@ for _each in (
     ),
     Backend(name="nccl", is_on_stream=True, has_aborts=True, has_keepalives=True, hangs_alone=True),
     Backend(name="fake", ranks="imagined", is_on_stream=True),
-    Backend(name=torch_border.VIRTUAL_BACKEND, ranks="imagined"),
     Backend(name="threaded", ranks="threads"),
 ):
     know(_each)

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch_border
-from fullshard.engine.at_rest import bring_to_rest
 from fullshard.engine.known_groups import groups_of
 from fullshard.errors import ConfigurationError, LifecycleError, UsageError, fault_paragraphs
+from fullshard.features.at_rest import bring_to_rest
 from fullshard.layout.names import clean_name
 from fullshard.optim.fused_shards import like_param
 from fullshard.transport.streams import is_capturing

@@ -318,7 +318,7 @@ class ReplicaParts:
 
 def _can_be_cut(param: nn.Parameter) -> bool:
     local = local_of(param)
-    is_absent = local.is_meta and torch_border.the_virtual_device() is None
+    is_absent = local.is_meta and not torch_border.device_for(local.device).is_planned
     if type(local.data) is not Tensor or is_absent or not local.numel():
         return False
     return (param.ndim > 0 or isinstance(param, DTensor)) and _is_one_range(local)

@@ -49,6 +49,13 @@ from fullshard.torch_border.compiler import (
     opaque_to_compiler as opaque_to_compiler,
     show_alone as show_alone,
 )
+from fullshard.torch_border.devices import (
+    Device as Device,
+    NoteKernel as NoteKernel,
+    current_stream as current_stream,
+    device_for as device_for,
+    device_instead as device_instead,
+)
 from fullshard.torch_border.dtensors import (
     dtensor as dtensor,
     dtensor_parameter as dtensor_parameter,
@@ -103,8 +110,6 @@ from fullshard.torch_border.operators import (
     OperatorMode as OperatorMode,
     Signature as Signature,
     flash_attention as flash_attention,
-    fused_rms_norm_on_meta as fused_rms_norm_on_meta,
-    grouped_products_on_meta as grouped_products_on_meta,
     leaves_in as leaves_in,
     memory_efficient_attention as memory_efficient_attention,
     signature_of as signature_of,
@@ -176,12 +181,10 @@ from fullshard.torch_border.tensors import (
     current_stream_id as current_stream_id,
     id_of_storage as id_of_storage,
     parameter_of_class as parameter_of_class,
-    pin as pin,
     same_memory as same_memory,
     sparse_values as sparse_values,
     storage_id as storage_id,
     tensor_without_memory as tensor_without_memory,
-    unpin as unpin,
     with_own_storage as with_own_storage,
 )
 from fullshard.torch_border.transforms import (
@@ -195,23 +198,4 @@ from fullshard.torch_border.transforms import (
     outside_transforms as outside_transforms,
     plain_parts as plain_parts,
     with_tangent as with_tangent,
-)
-from fullshard.torch_border.virtual_devices import (
-    VirtualDevice as VirtualDevice,
-    allocated_bytes as allocated_bytes,
-    current_stream as current_stream,
-    fast_optimizers_on_meta as fast_optimizers_on_meta,
-    has_streams as has_streams,
-    new_event as new_event,
-    new_stream as new_stream,
-    planned_accelerator as planned_accelerator,
-    the_virtual_device as the_virtual_device,
-    virtual_device as virtual_device,
-    watched_propagation as watched_propagation,
-    watched_recomputation as watched_recomputation,
-    watched_resizes as watched_resizes,
-)
-from fullshard.torch_border.virtual_groups import (
-    VIRTUAL_BACKEND as VIRTUAL_BACKEND,
-    virtual_process_group as virtual_process_group,
 )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -143,57 +142,3 @@ def memory_efficient_attention(
     saves = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     output: Tensor = attend(query, key, value, bias, saves, dropout, is_causal, scale=scale)[0]
     return output
-
-
-@contextmanager
-def fused_rms_norm_on_meta() -> Iterator[None]:
-    """Let ``rms_norm`` be one operation on the meta device too, as it is on accelerators."""
-    name = "_fused_rms_norm"
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
-        yield
-        return
-    library = torch.library.Library("aten", "IMPL")
-    # Its own `impl` refuses operators that torch takes apart on devices which have no kernel for them.
-    kernels: Any = library.m
-    kernels.impl(name, "Meta", _rms_norm_without_values, False)
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
-def _rms_norm_without_values(
-    given: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
-) -> tuple[Tensor, Tensor]:
-    rows = given.shape[: given.dim() - len(normalized_shape)]
-    dtype = torch.promote_types(given.dtype, torch.float32)
-    scales = given.new_empty((*rows, *(1 for _ in normalized_shape)), dtype=dtype)
-    return torch.empty_like(given), scales
-
-
-@contextmanager
-def grouped_products_on_meta() -> Iterator[None]:
-    """Let products of experts take all dtypes on the meta device, as kernels do; torch's own function takes bfloat16 only."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_grouped_mm", _grouped_product_without_values, "Meta", allow_override=True)
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
-def _grouped_product_without_values(
-    one: Tensor,
-    other: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    if one.dtype is torch.bfloat16 or one.dtype is not other.dtype:
-        own: Any = torch._meta_registrations.meta_grouped_mm
-        result: Tensor = own(one, other, offs, bias, out_dtype)
-        return result
-    size: tuple[int, ...] = (one.shape[-2], other.shape[-1])
-    if one.dim() == other.dim():  # a product for each expert, not rows of all of them
-        size = (one.shape[0] if offs is None else offs.shape[0], *size)
-    return one.new_empty(size, dtype=out_dtype)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from fullshard.torch_border.virtual_devices import current_stream, the_virtual_device
+from fullshard.torch_border.devices import device_for
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 def current_stream_id(device: torch.device) -> int:
     """Return a number for the current stream of ``device``; 0 if it has none."""
-    return 0 if device.type == "cpu" else int(current_stream(device).stream_id)
+    return 0 if device.type == "cpu" else int(device_for(device).current_stream().stream_id)
 
 
 def tensor_without_memory(
@@ -83,22 +83,6 @@ base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 def sparse_values(tensor: Tensor) -> Tensor:
     """Return the values of a sparse tensor themselves; several may belong to one element."""
     return tensor._values()
-
-
-def pin(memory: Tensor) -> None:
-    """Page-lock host memory for CUDA, which then copies to it without staging; no other device is known to need it."""
-    virtual = the_virtual_device()
-    if virtual is not None:
-        virtual.pin(memory)
-    elif memory.numel() and torch.cuda.is_available():
-        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        torch.cuda.check_error(int(error))
-
-
-def unpin(memory: Tensor) -> None:
-    """Undo `pin`, before the memory is freed."""
-    if memory.numel() and the_virtual_device() is None and torch.cuda.is_available():
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
 
 
 def parameter_of_class(cls: type[nn.Parameter], param: nn.Parameter) -> nn.Parameter:

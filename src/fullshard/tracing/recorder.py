@@ -444,7 +444,7 @@ class TraceRecorder(StepObserver):
         now = self.clock.now()
         if self.clock.on_streams and now - self._allocator_asked_ns >= ALLOCATOR_EVERY_NS:
             self._allocator_asked_ns = now
-            allocated = torch_border.allocated_bytes(self.device)
+            allocated = torch_border.device_for(self.device).allocated_bytes()
             if allocated is not None:
                 self._add_memory(allocated)
 
@@ -478,8 +478,7 @@ def _call_when_done(work: Work, callback: Callable[[object], None]) -> bool:
 
 
 def _clock_of(device: torch.device) -> HostClock:
-    virtual = torch_border.the_virtual_device()
-    clock = virtual.new_clock() if virtual is not None and device.type == "meta" else None
+    clock = torch_border.device_for(device).new_clock()
     if clock is not None:
         return cast(HostClock, clock)
     return HostClock() if device.type == "cpu" else StreamClock(device)

@@ -96,7 +96,8 @@ class FSDPCommContext:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.asynchronous = torch_border.has_streams(device)
+        self._device = torch_border.device_for(device)
+        self.asynchronous = self._device.has_streams
         CONTEXTS.add(self)
         self.max_reductions = 1
         """How many reduce inputs may be in flight; before one more, compute waits for the oldest."""
@@ -121,7 +122,7 @@ class FSDPCommContext:
         self.latest_graph: weakref.ref[object] | None = None
         """Refers to what lives as long as the backward graph of the model's latest forward."""
         self.has_room = True
-        """Whether memory for one more small group raises no peak: [Note: memory first] in `engine.backward_passes`."""
+        """Whether memory for one more small group raises no peak: [Note: memory first] in `engine.step`."""
         self.reduce_inputs: deque[InFlight] = deque()
         """Reductions whose input may still be read, oldest first."""
         self._reductions: deque[InFlight] = deque()
@@ -142,13 +143,13 @@ class FSDPCommContext:
     def _stream(self, name: str, *, priority: int) -> Any:
         if not self.asynchronous:
             return _HOST_STREAM
-        return torch_border.new_stream(self.device, priority=priority, name=name)
+        return self._device.new_stream(priority=priority, name=name)
 
     def new_event(self) -> Event:
         """Return an event that may be recorded and waited for any number of times."""
         if not self.asynchronous:
             return torch.cpu.Event()
-        event: Event = torch_border.new_event(self.device)
+        event: Event = self._device.new_event()
         self._events.add(event)
         return event
 
@@ -182,7 +183,7 @@ class FSDPCommContext:
 
     def fork_and_join(self) -> None:
         """Order all streams after the current one, and that one after them: in a capture, they are part of it then."""
-        current = torch_border.current_stream(self.device)
+        current = self._device.current_stream()
         for stream in (self.all_gather, self.reduce_scatter, self.all_reduce):
             stream.wait_stream(current)
             current.wait_stream(stream)
@@ -193,7 +194,7 @@ class FSDPCommContext:
             return
         self.in_capture = True
         if self.replay_end is None:
-            self.replay_end = torch_border.new_event(self.device)
+            self.replay_end = self._device.new_event()
         self.replay_end.record()
 
     def gathers_wait_for(self, event: Any = None) -> None:

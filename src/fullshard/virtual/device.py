@@ -20,7 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch import Tensor, UntypedStorage
 from torch.distributed import ProcessGroup
 
 from fullshard import torch_border
+from fullshard.virtual import torch_internals
 from fullshard.virtual.host_memory import HostMemory
 from fullshard.virtual.known_operations import run_known
 from fullshard.virtual.observer import (
@@ -140,6 +141,8 @@ class VirtualWork(dist.Work):
 class VirtualDevice(torch_border.OperatorMode):
     """Streams, events, memory and collectives of a device that does not exist."""
 
+    is_planned: ClassVar[bool] = True
+
     def __init__(
         self,
         observers: Sequence[DeviceObserver],
@@ -159,6 +162,7 @@ class VirtualDevice(torch_border.OperatorMode):
         super().__init__()
         self.observers = observers
         self.has_streams = has_streams
+        self.note_kernel = self._note_kernel if has_streams else None
         self.new_clock = new_clock
         self.is_building = True
         """Whether a model is being built, which takes no memory, as it would be for a real device."""
@@ -181,7 +185,11 @@ class VirtualDevice(torch_border.OperatorMode):
         self._numbers += 1
         return self._numbers
 
-    def new_stream(self, *, priority: int, name: str) -> VirtualStream:
+    def current(self) -> torch.device:
+        """Return the device of its tensors."""
+        return META
+
+    def new_stream(self, *, priority: int, name: str = "other") -> VirtualStream:
         """Return a stream of its own; the engine asks for those of all-gathers, reduce-scatters and all-reduces."""
         self.stream_names.append(name)
         return VirtualStream(self, len(self.stream_names) - 1)
@@ -266,7 +274,7 @@ class VirtualDevice(torch_border.OperatorMode):
         held = call if is_asynchronous else None
         return VirtualWork(self, event, held)
 
-    def note_kernel(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    def _note_kernel(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Note a kernel that passes over tensors once, as compiled functions do: without memory for what is between."""
         for each in self.observers:
             each.fused(self.stream.stream_id, name, read, written)
@@ -282,6 +290,9 @@ class VirtualDevice(torch_border.OperatorMode):
         """Let the device copy from and to host memory by itself from now on."""
         if self._host is not None:
             self._host.pin(memory)
+
+    def unpin(self, memory: Tensor) -> None:
+        """Do nothing: memory is pinned for as long as it lives."""
 
     def note_host_operation(self, call: Call, meta: Call) -> None:
         """Note that the host computes on tensors in its own memory."""
@@ -360,10 +371,11 @@ class VirtualDevice(torch_border.OperatorMode):
     def active(self) -> Iterator[None]:
         """Be the device of all that happens within the block."""
         with ExitStack() as stack:
-            stack.enter_context(torch_border.virtual_device(self))
-            stack.enter_context(torch_border.watched_resizes(self._resized))
-            stack.enter_context(torch_border.watched_propagation(self.building))
-            stack.enter_context(torch_border.fast_optimizers_on_meta())
+            stack.enter_context(torch_border.device_instead("meta", self))
+            stack.enter_context(torch_internals.devices_per_host_on_meta())
+            stack.enter_context(torch_internals.watched_resizes(self._resized))
+            stack.enter_context(torch_internals.watched_propagation(self.building))
+            stack.enter_context(torch_internals.fast_optimizers_on_meta())
             stack.enter_context(self)
             yield
 

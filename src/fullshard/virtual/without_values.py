@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fullshard import torch_border
+from fullshard.virtual import torch_internals
 
 ATTENTION = F.scaled_dot_product_attention
 DROPOUT = F.dropout
@@ -38,8 +39,8 @@ def without_values() -> Iterator[None]:
         setattr(F, function.__name__, other)
     try:
         with (
-            torch_border.fused_rms_norm_on_meta(),
-            torch_border.grouped_products_on_meta(),
+            torch_internals.fused_rms_norm_on_meta(),
+            torch_internals.grouped_products_on_meta(),
             _CudaChoices(),
         ):
             yield

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import ConfigurationError, fully_shard, graphed
-from fullshard.engine.captures import StepHook, obstacles_to_capture
+from fullshard.engine.captures import obstacles_to_capture
 from fullshard.engine.state import named_states
 from fullshard.features.graphs.baked_in import baked_in, changes, kind_of, modes
 from fullshard.features.graphs.graphed_step import (
@@ -21,6 +21,7 @@ from fullshard.features.graphs.graphed_step import (
     _Entry,
     obstacles_of_optimizer,
 )
+from fullshard.features.graphs.step_hook import StepHook
 from fullshard.optim import ShardedOptimizer
 from tests.helpers.fake import fake_world
 from tests.helpers.ranks import World

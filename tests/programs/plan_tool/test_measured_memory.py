@@ -18,13 +18,13 @@ from torch import nn
 
 from benchmarks.contestants import BUILDERS, Contestant, Setting
 from benchmarks.transformer import PRESETS, local_tensor
-from fullshard import torch_border
-from fullshard.engine import backward_passes
+from fullshard.engine.step import LEFT_AT_PEAK
 from fullshard.programs.plan_tool.allocator import CachingAllocator
 from fullshard.programs.plan_tool.profile_file import load_profile
 from fullshard.programs.plan_tool.program import Allocate, Collective, Entry, Free, Launch
 from fullshard.programs.plan_tool.recording import Recorder
 from fullshard.virtual.device import META
+from fullshard.virtual.groups import virtual_process_group
 from fullshard.virtual.without_values import without_values
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "memory-h200.json"
@@ -38,7 +38,7 @@ def build(name: str, setting: Setting) -> nn.Module:
 def entries_of(name: str, setting: Setting) -> tuple[list[Entry], int]:
     """Return what two steps do, after a first one, and where they begin."""
     recorder = Recorder()
-    group = torch_border.virtual_process_group(setting.world, recorder.device)
+    group = virtual_process_group(setting.world, recorder.device)
     with recorder.recording(), group, without_values():
         contestant = Contestant(name, build(name, setting), setting)
         recorder.phase = "between"
@@ -108,7 +108,7 @@ def test_small_groups_are_copied_out_at_once_but_not_while_memory_is_at_its_peak
             since += 1
     layers = setting.shape.layers
     assert len(lags) == 2 * 2 * layers
-    at_peak = backward_passes.LEFT_AT_PEAK + 1  # one is gathered before any is left
+    at_peak = LEFT_AT_PEAK + 1  # one is gathered before any is left
     for step in (lags[: 2 * layers], lags[2 * layers :]):
         forward, backward = step[:layers], step[layers:]
         assert forward == [0] * layers
@@ -123,5 +123,5 @@ def test_copying_small_groups_out_at_once_takes_no_more_memory(
         shape=PRESETS["12x768"], device=META, world=8, precision="bf16", master="fp32"
     )
     found = peaks(*entries_of("fullshard", setting))
-    monkeypatch.setattr(backward_passes, "LEFT_AT_PEAK", 1000)  # all of backward
+    monkeypatch.setattr("fullshard.engine.step.LEFT_AT_PEAK", 1000)  # all of backward
     assert found == peaks(*entries_of("fullshard", setting))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard import torch_border
 from fullshard.errors import ConfigurationError
 from fullshard.programs.plan_tool.machine import GIB, GIGA
 from fullshard.programs.plan_tool.planned_step import estimate_step, plan_step
@@ -30,6 +29,7 @@ from fullshard.programs.plan_tool.program import (
 )
 from fullshard.programs.plan_tool.recording import Recorder
 from fullshard.programs.train.model_source import open_model
+from fullshard.virtual.groups import virtual_process_group
 from tests.programs.plan_tool.test_recording import WORLD, collectives, config, launched, recorded
 
 OFFLOAD = {"offload": True}
@@ -99,7 +99,7 @@ def test_the_host_waits_at_the_end_of_backward_then_updates_by_itself() -> None:
 def test_the_host_goes_on_only_beside_copies_of_pinned_memory() -> None:
     recorder = Recorder(offloads=True)
     recorder.phase = "forward"
-    with recorder.recording(), torch_border.virtual_process_group(WORLD, recorder.device):
+    with recorder.recording(), virtual_process_group(WORLD, recorder.device):
         pinned, plain = torch.empty(4096, pin_memory=True), torch.empty(4096)
         on_device = torch.empty(4096, device="meta")
         on_device.copy_(pinned, non_blocking=True)

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from torch import nn
 
-from fullshard.engine import padding
+from fullshard.features import padding
 from fullshard.programs.plan_tool.answers import About
 from fullshard.programs.plan_tool.memory_use import MOST_MOMENTS
 from fullshard.programs.plan_tool.output import print_planned

@@ -22,11 +22,11 @@ from fullshard import torch_border
 from fullshard.checkpoint import json_values
 from fullshard.checkpoint.source import MODEL
 from fullshard.checkpoint.tensor_memory import contiguous_values, stores_each_element
-from fullshard.engine.at_rest import bring_to_rest
 from fullshard.engine.ownership import params_by_owner
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState
 from fullshard.errors import CheckpointError, UnsupportedError, fault_paragraphs
+from fullshard.features.at_rest import bring_to_rest
 from fullshard.layout.blocks import Block
 from fullshard.layout.names import clean_name
 from fullshard.layout.param_shardings import (

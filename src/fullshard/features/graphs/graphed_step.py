@@ -28,13 +28,14 @@ from fullshard.divergence.journal import PROGRESS, Journal, journal_of
 from fullshard.divergence.meetings import lost_within
 from fullshard.divergence.model_description import process_groups
 from fullshard.engine import interruption
-from fullshard.engine.captures import StepHook, obstacles_to_capture
+from fullshard.engine.captures import obstacles_to_capture
 from fullshard.engine.state import named_states
 from fullshard.engine.step import Step
 from fullshard.engine.tensor_trees import map_tensors, to_device
 from fullshard.errors import ConfigurationError
 from fullshard.features.graphs.baked_in import baked_in, changes, kind_of, modes
 from fullshard.features.graphs.graph_capture import CapturedStep, Inputs
+from fullshard.features.graphs.step_hook import StepHook
 from fullshard.transport.collectives import texts_of_all_ranks
 from fullshard.transport.streams import FSDPCommContext
 from fullshard.transport.tags import tag

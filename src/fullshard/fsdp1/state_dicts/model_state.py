@@ -28,11 +28,11 @@ from fullshard.api import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from fullshard.engine import full_params
 from fullshard.engine.ownership import params_by_owner
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import state_of
 from fullshard.errors import ConfigurationError, LifecycleError
+from fullshard.features import full_params
 from fullshard.fsdp1.state_dicts.sharded_tensors import is_sharded, shard_rows, unshard_rows
 from fullshard.fsdp1.wrapper_base import WrapperBase
 from fullshard.layout.names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_name
@@ -64,7 +64,7 @@ def _begin(wrapper: WrapperBase) -> None:
             "A state dict cannot be made or loaded within summon_full_params. Do it outside."
         )
     wrapper._require_idle("state_dict or load_state_dict")
-    wrapper._fsdp_state.installed_full_params.uninstall()
+    full_params.uninstall_all(wrapper._fsdp_state)
 
 
 def _install_full_params(wrapper: WrapperBase, device: torch.device | None) -> None:
@@ -75,7 +75,7 @@ def _install_full_params(wrapper: WrapperBase, device: torch.device | None) -> N
             tensor.to(device or tensor.device, copy=True)
             for tensor in full_params.gather_params(group)
         ]
-        wrapper._fsdp_state.installed_full_params.install(group, full)
+        full_params.install_full_params(group, full)
 
 
 @torch.inference_mode(False)
@@ -105,7 +105,7 @@ def _after_saving(
     elif settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         _add_local_entries(wrapper, state_dict, prefix)
     _detach_from_modules(wrapper, state_dict)
-    wrapper._fsdp_state.installed_full_params.uninstall()
+    full_params.uninstall_all(wrapper._fsdp_state)
     _restore_buffers(wrapper, state_dict, prefix, offload=config.offload_to_cpu)
     _replace_prefix(state_dict, f"{prefix}{FSDP_PREFIX}", prefix)
     versions = torch_border.module_versions(state_dict)
@@ -128,7 +128,8 @@ def _detach_from_modules(wrapper: WrapperBase, state_dict: dict[str, Any]) -> No
     kept: dict[Any, nn.Parameter] = {}
     sharded_params = {
         sharded_param.param
-        for group in wrapper._fsdp_state.installed_full_params.groups
+        for group in _groups(wrapper)
+        if group.full_params_installed
         for sharded_param in group.sharded_params
     }
     for key, value in state_dict.items():
@@ -200,7 +201,7 @@ def _shard_entries(wrapper: WrapperBase, state_dict: dict[str, Any], prefix: str
     # A user's hook may have renamed an entry; it is known by its memory then.
     installed = {
         (tensor.data_ptr(), tensor.shape)
-        for tensor in wrapper._fsdp_state.installed_full_params.tensors
+        for tensor in full_params.installed_on_modules(wrapper._fsdp_state)
         if tensor.numel()
     }
     for key, value in state_dict.items():
@@ -349,7 +350,7 @@ def _prepare_local_entries(wrapper: WrapperBase, state_dict: dict[str, Any], pre
 
 def _after_loading(module: nn.Module, incompatible: Any) -> None:
     wrapper = cast(WrapperBase, module)
-    wrapper._fsdp_state.installed_full_params.uninstall(write=True)
+    full_params.uninstall_all(wrapper._fsdp_state, write=True)
     for group in _groups(wrapper):
         group.repack()  # load_state_dict(assign=True) puts other parameters on the modules
     wrapper._precision.forget_mode()  # ... and other buffers

@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fullshard.api import OptimStateKeyType
-from fullshard.engine import full_params
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import ConfigurationError, LifecycleError, fault_paragraphs
+from fullshard.features import full_params
 from fullshard.fsdp1.wrapper_base import WrapperBase, wrappers_in
 from fullshard.layout.names import clean_name
 from fullshard.layout.placement import ParamPlacement

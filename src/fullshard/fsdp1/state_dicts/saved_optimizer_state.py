@@ -20,10 +20,10 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fullshard.api import FullOptimStateDictConfig, StateDictSettings, StateDictType
-from fullshard.engine import full_params
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.tensor_trees import map_tensors
 from fullshard.errors import UsageError
+from fullshard.features import full_params
 from fullshard.fsdp1.state_dicts.optimizer_agreement import (
     Agreement,
     Membership,

@@ -87,7 +87,7 @@ class _Item:
         strip, size = self.strip, self.strip.size
         device = strip.memory.device
         is_compiled = can_compile(device) if compile is None else compile
-        planned = torch_border.planned_accelerator(device)
+        note_kernel = torch_border.device_for(device).note_kernel
         for rows in self.rows if is_compiled else chunks_of_rows(self.rows, strip):
             begin, end = rows.start, rows.start + rows.count * size
             gradient = self.gradient
@@ -107,10 +107,10 @@ class _Item:
             if not is_compiled:
                 update_rows(*arguments)
                 continue
-            if planned is not None:
+            if note_kernel is not None:
                 averages = state[:4] if old is None else old
                 read = (param, gradient, *averages, strip.blocks[: rows.count])
-                planned.note_kernel("AdamW8bit.update_rows", read, (param, *state[:4]))
+                note_kernel("AdamW8bit.update_rows", read, (param, *state[:4]))
                 continue
             found = compiled().run(arguments, varying=_VARYING)
             if old is None:

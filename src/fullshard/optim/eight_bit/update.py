@@ -132,7 +132,7 @@ def compiled() -> torch_border.CompiledKernel:
 
 def can_compile(device: torch.device) -> bool:
     """Return whether kernels for the device can be compiled here."""
-    if torch_border.planned_accelerator(device) is not None:
+    if torch_border.device_for(device).note_kernel is not None:
         return True
     return device.type == "cuda" and _has_triton()
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fullshard.engine.padding import padding_text
+from fullshard.features.padding import padding_text
 from fullshard.layout.segments import IN_PLACE_FROM
 from fullshard.optim.fused_shards import local_of
 from fullshard.optim.matrices.muon import hidden_matrices

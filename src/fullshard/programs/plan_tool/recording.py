@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 
-from fullshard import torch_border
 from fullshard.errors import ConfigurationError
 from fullshard.programs.plan_tool.op_costs import kernel_of
 from fullshard.programs.plan_tool.operations import dtype_name
@@ -40,7 +39,7 @@ from fullshard.programs.plan_tool.program import (
 )
 from fullshard.storage.buffers import Buffer
 from fullshard.tracing.recorder import ALLOCATOR_EVERY_NS, HostClock, Mark, Named, TraceRecorder
-from fullshard.virtual import observer
+from fullshard.virtual import observer, torch_internals
 from fullshard.virtual.device import META, VirtualDevice, VirtualEvent
 from fullshard.virtual.observer import Call, CollectiveCall
 
@@ -263,7 +262,7 @@ class Recorder(observer.DeviceObserver):
         """Write down all that happens within the block."""
         with ExitStack() as stack:
             stack.enter_context(
-                torch_border.watched_recomputation(
+                torch_internals.watched_recomputation(
                     partial(self.add, HostWork(1, "checkpoint")),
                     partial(self.add, HostWork(1, "recomputation")),
                     partial(self.add, HostWork(1, "decision")),

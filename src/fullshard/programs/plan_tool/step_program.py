@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import torch_border
-from fullshard.engine.padding import padding_text
+from fullshard.features.padding import padding_text
 from fullshard.mesh.axes import world_size
 from fullshard.programs.plan_tool.program import Phase, Program
 from fullshard.programs.plan_tool.recording import HookRecorder, RecordedClock, Recorder, Times
@@ -28,6 +27,7 @@ from fullshard.tracing.recorder import TraceRecorder
 from fullshard.tracing.schema import Trace
 from fullshard.tracing.trace import attach, contexts_of, export
 from fullshard.virtual.device import META
+from fullshard.virtual.groups import virtual_process_group
 from fullshard.virtual.without_values import without_values
 
 
@@ -61,7 +61,7 @@ def record_step(
     # The machine knows the effects of compiling.
     config = replace(config, compute=replace(config.compute, compile="none", graph=False))
     recorder = Recorder(has_streams=has_streams, offloads=config.sharding.offload)
-    ranks = torch_border.virtual_process_group(world, recorder.device)
+    ranks = virtual_process_group(world, recorder.device)
     gc.freeze()  # so that only what the step makes is looked through
     with recorder.recording(), ranks, without_values():
         step = _RecordedStep(recorder, config, world, source)

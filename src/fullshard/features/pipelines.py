@@ -32,8 +32,10 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import torch_border
+from fullshard.engine.feature_events import UPDATE_BEGINS, call_at
 from fullshard.engine.sharded_state import Retention
 from fullshard.engine.state import FSDPState, named_states
+from fullshard.errors import LifecycleError
 from fullshard.storage.sharded_params import group_of, unsharded_name
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ def observe() -> bool:
             _reduce_gradients,
             _scale_gradients,
         )
+    if _observed:
+        call_at(UPDATE_BEGINS, _check_reduced)
     return _observed
 
 
@@ -134,13 +138,13 @@ def _reduce(stage: Any) -> bool:
     return bool(states)
 
 
-def not_reduced(params: Callable[[], Iterable[Tensor]]) -> list[str]:
-    """Return names of parameters whose gradients were added up in a step of a pipeline that has not ended."""
+def _check_reduced(params: Callable[[], Iterable[Tensor]]) -> None:
+    """Refuse an update of parameters whose gradients were added up in a step of a pipeline that has not ended."""
     if not _IN_STEP:
-        return []
+        return
     wanted = {id(param) for param in params()}
     stages = [reference() for reference in _IN_STEP.keyrefs()]  # ranks may be threads
-    return [
+    names = [
         f"{param.name} of stage {stage.stage_index}"
         for stage in stages
         if stage is not None
@@ -150,6 +154,12 @@ def not_reduced(params: Callable[[], Iterable[Tensor]]) -> list[str]:
         for param in group.params
         if id(param.sharded_param.param) in wanted
     ]
+    if names:
+        raise LifecycleError(
+            "A pipeline's step must end before its optimizer's. The gradients of these parameters were added up over "
+            f"microbatches and not reduced: {names}. If the schedule's step() failed, call zero_grad() and run it "
+            "again. A schedule of your own calls perform_reduce_grad() of its stages after the last microbatch."
+        )
 
 
 def _begin_microbatches(stage: Any) -> Sequence[FSDPState]:

@@ -26,8 +26,8 @@ from fullshard import (
     ShardingStrategy,
     fully_shard,
 )
-from fullshard.engine import fused_linear
 from fullshard.engine.state import state_of
+from fullshard.features.fused_gradients import fused_linear
 from fullshard.layout.placement import local_tensor
 from fullshard.transport.transports import Coalesced
 from tests.helpers.compare import assert_close

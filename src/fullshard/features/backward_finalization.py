@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fullshard import torch_border
+from fullshard.engine.feature_events import UPDATE_BEGINS, call_at
 from fullshard.engine.state import FSDPState
 from fullshard.errors import LifecycleError
 
@@ -69,6 +70,7 @@ def set_manual(state: FSDPState, enabled: bool) -> None:
             )
     state.options.manual_finalization = enabled
     (_MANUAL.add if enabled else _MANUAL.discard)(state)
+    call_at(UPDATE_BEGINS, _check_finalized)
 
 
 def finalize(state: FSDPState, async_op: bool) -> GradientReductionHandle | None:
@@ -109,13 +111,13 @@ def finalize(state: FSDPState, async_op: bool) -> GradientReductionHandle | None
     return None
 
 
-def not_finalized(params: Callable[[], Iterable[Tensor]]) -> list[str]:
-    """Return names of parameters whose gradients may not be there yet, as their backward is not finalized."""
+def _check_finalized(params: Callable[[], Iterable[Tensor]]) -> None:
+    """Refuse an update of parameters whose gradients may not be there yet, as their backward is not finalized."""
     steps = [state.step for state in [*_MANUAL] if state.step is not None]
     if not any(step.awaits_finalization for step in steps):
-        return []
+        return
     wanted = {id(param) for param in params()}
-    return [
+    names = [
         sharded_param.name
         for step in steps
         if step.awaits_finalization
@@ -124,6 +126,12 @@ def not_finalized(params: Callable[[], Iterable[Tensor]]) -> list[str]:
         for sharded_param in group.sharded_params
         if id(sharded_param.param) in wanted
     ]
+    if names:
+        raise LifecycleError(
+            "Backward must be finalized before an optimizer updates sharded parameters. These belong to a model with "
+            f"set_manual_backward_finalization(True), and their gradients may be incomplete: {names}. Call "
+            "finalize_backward() of the root module before step(), or wait() of the handle that it has returned."
+        )
 
 
 def _check_is_root(state: FSDPState, step: Step, method: str) -> None:

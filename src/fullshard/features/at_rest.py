@@ -6,6 +6,7 @@ from torch import nn
 
 from fullshard.engine.state import FSDPState, state_of
 from fullshard.errors import LifecycleError
+from fullshard.features.full_params import uninstall_all
 
 __all__ = ["bring_to_rest"]
 
@@ -30,7 +31,7 @@ def bring_to_rest(model: nn.Module, method: str) -> list[FSDPState]:
     if any(state.summoned for state in states):
         raise LifecycleError(f"{method} was called within summon_full_params. Call it outside.")
     for state in states:
-        state.installed_full_params.uninstall()  # loading a state dict has failed
+        uninstall_all(state)  # loading a state dict has failed
         for group in state.groups:
             group.reshard()
             group.notice_replacements()

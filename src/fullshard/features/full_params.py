@@ -4,10 +4,14 @@
     gather_params             full parameters in new memory; collective, like everything that gathers
     install_full_params       put full parameters on the modules
     uninstall_full_params     take them off again, with what was done to them
-    write                     copy this rank's shard of full parameters into the shard buffer
+    uninstall_all             ... of all groups of a state, if a state dict has put them there
+    write_to_shards           copy this rank's shard of full parameters into the shard buffer
 
 This is not part of a training step. Forward may compute in another dtype, and always computes in other memory. For
 groups whose parameters are divided flat.
+
+A state dict is made and loaded with full parameters on the modules, from its first hook to its last one. An exception in between
+leaves them there, so whatever needs the sharded parameters next calls `uninstall_all`: a forward, a state dict, a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from fullshard.engine.param_group import FSDPParamGroup
+from fullshard.engine.state import FSDPState
 from fullshard.errors import ConfigurationError
 from fullshard.layout.segments import Layout
 from fullshard.storage.buffers import in_memory_order, shard_of
@@ -134,6 +139,26 @@ def uninstall_full_params(group: FSDPParamGroup) -> list[Tensor]:
     return [values[index] for index in range(len(group.params))]
 
 
+def uninstall_all(state: FSDPState, *, write: bool = False) -> None:
+    """Put the sharded parameters of a state back, unless it is summoned; with ``write``, with the values installed now."""
+    for group in () if state.summoned else state.groups:
+        if group.full_params_installed:
+            fulls = uninstall_full_params(group)
+            if write:
+                write_to_shards(group, fulls)
+
+
+def installed_on_modules(state: FSDPState) -> list[Tensor]:
+    """Return the full parameters that are on the modules of a state; of tensor-parallel ones, this rank's part."""
+    installed = [group for group in state.groups if group.full_params_installed]
+    return [
+        param.placement.local_part(found)
+        for group in installed
+        for param in group.params
+        if (found := param.owners[0].current()) is not None
+    ]
+
+
 def _members_of_sharded_params(
     group: FSDPParamGroup,
 ) -> Iterator[tuple[PlainShardedParam, list[int]]]:
@@ -180,7 +205,7 @@ def _differs(group: FSDPParamGroup, fulls: Sequence[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def write(group: FSDPParamGroup, fulls: Sequence[Tensor]) -> None:
+def write_to_shards(group: FSDPParamGroup, fulls: Sequence[Tensor]) -> None:
     """Copy this rank's shard of full parameters into the shard buffer."""
     group.reshard()  # what is gathered is outdated
     rank = group.mesh_info.shard_mesh_rank

@@ -1,8 +1,7 @@
-"""Full parameters stay on the modules until somebody uninstalls them, with or without writing them to the shards."""
+"""Full parameters stay on the modules until they are uninstalled, with or without writing them to the shards."""
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import pytest
@@ -10,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.engine.installed_full_params import InstalledFullParams
-from fullshard.engine.state import state_of
+from fullshard.engine.state import FSDPState, state_of
+from fullshard.features import full_params
 from tests.helpers.fake import fake_world
 
 
-def wrapped(orig: bool) -> tuple[Any, InstalledFullParams, Any]:
-    """A linear module of 6 elements on rank 0 of 2, its installed full parameters, and its group."""
+def wrapped(orig: bool) -> tuple[Any, FSDPState, Any]:
+    """A linear module of 6 elements on rank 0 of 2, its state, and its group."""
     linear = nn.Linear(2, 2)
     torch.nn.init.zeros_(linear.weight)
     torch.nn.init.zeros_(linear.bias)
     model = FSDP(linear, use_orig_params=orig)
     state = state_of(model)
     assert state is not None
-    return model, state.installed_full_params, state.groups[0]
+    return model, state, state.groups[0]
 
 
 def full_values() -> list[Tensor]:
@@ -38,12 +37,12 @@ def shards(group: Any) -> list[float]:
 @pytest.mark.parametrize("orig", [True, False])
 def test_full_parameters_are_on_the_module_while_they_are_installed(orig: bool) -> None:
     with fake_world(2):
-        model, installed, group = wrapped(orig)
+        model, state, group = wrapped(orig)
         values = full_values()
-        assert not installed
-        installed.install(group, values)
-        assert installed and list(installed.groups) == [group]
-        assert all(map(operator.is_, installed.tensors, values))
+        assert not full_params.installed_on_modules(state)
+        full_params.install_full_params(group, values)
+        found = full_params.installed_on_modules(state)
+        assert [each.data_ptr() for each in found] == [each.data_ptr() for each in values]
         assert torch.equal(model.module.weight, values[0])
         assert torch.equal(model.module.bias, values[1])
         assert group.full_params_installed
@@ -53,15 +52,15 @@ def test_full_parameters_are_on_the_module_while_they_are_installed(orig: bool) 
 @pytest.mark.parametrize("write", [True, False])
 def test_shards_take_the_values_only_if_they_are_to_be_written(orig: bool, write: bool) -> None:
     with fake_world(2):
-        model, installed, group = wrapped(orig)
-        installed.install(group, full_values())
+        model, state, group = wrapped(orig)
+        full_params.install_full_params(group, full_values())
         with torch.no_grad():
             model.module.weight.mul_(10)  # what a load does: it writes to what is on the module
-        installed.uninstall(write=write)
-        assert not installed and not group.full_params_installed
+        full_params.uninstall_all(state, write=write)
+        assert not group.full_params_installed
         held = shards(group)
         assert held == (
             [10.0, 20.0, 30.0, 40.0, 5.0, 6.0][: len(held)] if write else [0.0] * len(held)
         )
-        installed.uninstall()  # there is nothing left to uninstall
+        full_params.uninstall_all(state)  # there is nothing left to uninstall
         assert shards(group) == held

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 import fullshard
-from fullshard.engine import fused_linear
 from fullshard.errors import UnsupportedError
+from fullshard.features.fused_gradients import fused_linear
 from tests.helpers.compare import assert_close
 from tests.helpers.training import gradients
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from fullshard import torch_border
 from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.engine.state import FSDPState
 from fullshard.errors import size_text
 from fullshard.layout.balanced_placement import least_padded_dim
 from fullshard.layout.segments import Division
+
+if TYPE_CHECKING:
+    from fullshard.engine.step import Step
 
 PADDED_FROM = 1 / 4
 """A group is named if padding is more than this part of its parameters."""
@@ -67,9 +71,11 @@ def padding_text(
     )
 
 
-def warn_of_padding(states: Iterable[tuple[FSDPState, str]]) -> None:
-    """Warn of groups that are padded a lot, all at once."""
-    text = padding_text(states)
+def warn_of_padding(step: Step) -> None:
+    """Warn of a model's groups that are padded a lot, all at once; a plan says it itself."""
+    if torch_border.device_for(step.context.device).is_planned:
+        return
+    text = padding_text((state, state.name) for state in step.states)
     if text is not None:
         warnings.warn(text, stacklevel=2)
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import MixedPrecisionPolicy, fully_shard
-from fullshard.engine.fused_linear import FusedWeight
-from fullshard.engine.shared_inputs import SharedInput
+from fullshard.features.fused_gradients.fused_linear import FusedWeight
+from fullshard.features.fused_gradients.shared_inputs import SharedInput
 from fullshard.layout.placement import local_tensor
 from tests.helpers.compare import assert_close
 

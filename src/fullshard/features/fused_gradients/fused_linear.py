@@ -3,7 +3,7 @@
     ordinary   product -> gradient in the compute dtype -> `.grad` -> cast and copied into the reduce buffer
     fused      product -> the weight's slot in the reduce buffer, in the reduce dtype
 
-The modules keep their class. `install` gives each `nn.Linear` that it is for a forward of its own (`forward`), which computes
+The modules keep their class. `connect` gives each `nn.Linear` that it is for a forward of its own (`forward`), which computes
 the same output, and whose backward asks the group's `Reduction` for the place of the weight's gradient. In compiled modules an
 operator does that (`compiled_linear`).
 A second product of the same weight in a backward, or in a later microbatch, is added there by the product itself. So are
@@ -25,7 +25,6 @@ the first of them on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fullshard import torch_border
-from fullshard.engine import compiled_linear
-from fullshard.engine.shared_inputs import SharedInput, SharedInputs
+from fullshard.engine.backward_inputs import PASSES_WITH_INPUTS
 from fullshard.errors import LifecycleError, UnsupportedError
+from fullshard.features.fused_gradients import compiled_linear
+from fullshard.features.fused_gradients.shared_inputs import SharedInput, SharedInputs
 from fullshard.layout.names import clean_name
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class FusedWeight:
         if self.write(gradients, inputs):
             return
         # A pass with named inputs leaves the gradients of all others alone.
-        if param is None or (_PASSES_WITH_INPUTS and not torch_border.pass_accumulates(param)):
+        if param is None or (PASSES_WITH_INPUTS and not torch_border.pass_accumulates(param)):
             return
         self._reduction.give_ordinary(self._index, gradients.t().mm(inputs))
 
@@ -151,7 +151,7 @@ class FusedWeight:
     def _place(self) -> tuple[Tensor, bool] | None:
         state = self._state()
         # A pass with ``create_graph`` differentiates gradients. One with named inputs may not want this one.
-        if torch.is_grad_enabled() or _PASSES_WITH_INPUTS or state is None or state.step is None:
+        if torch.is_grad_enabled() or PASSES_WITH_INPUTS or state is None or state.step is None:
             return None
         reached = state.step.reached.get(state)
         # Nobody orders other streams before the reduction; of ordinary gradients autograd does.
@@ -236,26 +236,10 @@ def _write_product(one: Tensor, other: Tensor, target: Tensor, *, add: bool) -> 
         target.copy_(one.mm(other))
 
 
-# --- passes that need ordinary gradients ----------------------------------------------------------
-
-_PASSES_WITH_INPUTS: set[object] = set()
-"""Backward passes with named inputs that run now, in any thread. They alone know which gradients they want."""
-
-
-def without_fusing(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run a backward pass in which all gradients go the ordinary way."""
-    this_pass = object()
-    _PASSES_WITH_INPUTS.add(this_pass)
-    try:
-        return run(*args, **options)
-    finally:
-        _PASSES_WITH_INPUTS.discard(this_pass)
-
-
 # --- which modules --------------------------------------------------------------------------------
 
 
-def install(step: Step) -> None:
+def connect(step: Step) -> None:
     """Give linear layers their forwards, where options say so; between steps."""
     inputs = SharedInputs()
     for state in step.states:

@@ -10,13 +10,16 @@ from typing import Any, ClassVar, Protocol
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves
 
-VIRTUAL_BACKEND = "virtual"
+from fullshard import torch_border
+from fullshard.mesh.backends import Backend, know
+from fullshard.virtual import torch_internals
+
+know(Backend(name=(NAME := "virtual"), ranks="imagined"))
 
 
-class Carrier(Protocol):
-    """Receiver of the calls of collectives."""
+class CollectiveListener(Protocol):
+    """Listener to which collectives are reported."""
 
     def carry(
         self,
@@ -41,7 +44,7 @@ class Carrier(Protocol):
 class VirtualGroup(ProcessGroup):
     """The ranks of a virtual world. Collectives change no tensor."""
 
-    carrier: ClassVar[Carrier | None] = None
+    listener: ClassVar[CollectiveListener | None] = None
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(rank, world)  # type: ignore[call-arg]  # the stub knows one of two
@@ -53,58 +56,37 @@ class VirtualGroup(ProcessGroup):
 
     def getBackendName(self) -> str:
         """Return the backend's name."""
-        return VIRTUAL_BACKEND
+        return NAME
 
     @property
     def group_name(self) -> Any:
         """Return the name under which torch knows the group."""
-        return dist.distributed_c10d._world.pg_names[self]
+        return torch_internals.name_of(self)
 
 
-_KINDS = {
-    # torch 2.13 renamed some of them; 2.11 has only the older names.
-    "all_gather_single_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_single": "all_gather",
-    "_allgather_base": "all_gather",
-    "allgather": "all_gather",
-    "reduce_scatter_single_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "broadcast": "broadcast",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "recv",
-}
-"""Methods of a process group, and the kind of their collectives."""
 _FROM_ONE_TO_ANOTHER = ("all_gather", "reduce_scatter", "all_to_all")
 """Kinds whose first argument is what they write and whose second is what they read. The others work in place."""
 
 
 def _method(kind: str) -> Callable[..., Any]:
     def carry(group: VirtualGroup, *args: Any, **_: Any) -> Any:
-        assert group.carrier is not None, "the groups of a plan are gone when it ends"
+        assert group.listener is not None, "the groups of a plan are gone when it ends"
         first, second = ([*_tensors(each)] for each in (*args[:2], (), ())[:2])
         outputs, inputs = (first, second) if kind in _FROM_ONE_TO_ANOTHER else (first, first)
         if kind in ("send", "recv"):
             outputs, inputs = ([], first) if kind == "send" else (first, [])
         options = next((each for each in args if hasattr(each, "asyncOp")), None)
         waits = options is not None and not options.asyncOp
-        return group.carrier.carry(kind, outputs, inputs, group, is_asynchronous=not waits)
+        return group.listener.carry(kind, outputs, inputs, group, is_asynchronous=not waits)
 
     return carry
 
 
 def _tensors(argument: Any) -> Iterator[Tensor]:
-    return (each for each in tree_leaves(argument) if isinstance(each, Tensor))
+    return (each for each in torch_border.leaves_in(argument) if isinstance(each, Tensor))
 
 
-for _name, _kind in _KINDS.items():
+for _name, _kind in torch_internals.KINDS.items():
     setattr(VirtualGroup, _name, _method(_kind))
 
 
@@ -113,16 +95,14 @@ def _new_group(_: object, rank: int, world: int, timeout: timedelta) -> VirtualG
 
 
 @contextlib.contextmanager
-def virtual_process_group(world: int, carrier: Carrier) -> Iterator[None]:
-    """Be rank 0 of a default process group of ``world`` ranks without others; ``carrier`` is told of its collectives."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if VIRTUAL_BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(VIRTUAL_BACKEND, _new_group, devices=["cpu", "cuda", "meta"])
-    VirtualGroup.carrier = carrier
-    dist.init_process_group(VIRTUAL_BACKEND, rank=0, world_size=world, store=FakeStore())
+def virtual_process_group(world: int, listener: CollectiveListener) -> Iterator[None]:
+    """Be rank 0 of a default process group of ``world`` ranks without others; ``listener`` is told of its collectives."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _new_group, devices=["cpu", "cuda", "meta"])
+    VirtualGroup.listener = listener
+    dist.init_process_group(NAME, rank=0, world_size=world, store=torch_internals.fake_store())
     try:
         yield
     finally:
         dist.destroy_process_group()
-        VirtualGroup.carrier = None
+        VirtualGroup.listener = None
