@@ -33,7 +33,6 @@ from fullshard.divergence import watchdog
 from fullshard.divergence.control_channel import ControlChannel
 from fullshard.divergence.journal import PROGRESS, Journal, NotedCollectives, Waiting
 from fullshard.divergence.verdict import SLICE_S, VERDICT
-from fullshard.engine.state import FSDPState
 from fullshard.errors import DivergenceError, FullshardError, ranks_text
 from fullshard.mesh.backends import Backend, abort_all
 from fullshard.transport.monitor import POSITION
@@ -57,9 +56,9 @@ class Meetings(NotedCollectives):
     """The meetings of the ranks of a process group, and their waits."""
 
     def begin(self) -> None:
-        """Let the ranks be watched from now on, if there is a model: a program that only saves is not ended by others."""
-        if FSDPState.num_made:
-            watchdog.start()
+        """Let the ranks be watched from now on."""
+        PROGRESS.is_to_be_watched = False
+        watchdog.start()
 
     def meet(
         self, tag: Tag, inputs: Sequence[Tensor], text: str, digest: int

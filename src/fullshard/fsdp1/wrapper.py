@@ -120,7 +120,7 @@ class FullyShardedDataParallel(
         *,
         fuse_gradients: bool = False,
     ) -> None:
-        monitor.install()
+        monitor.install(for_model=True)
         super().__init__()
         arguments = {
             "process_group": process_group,

@@ -155,7 +155,7 @@ def fully_shard(
     Returns:
         The same object, now also an `FSDPModule`.
     """
-    monitor.install()
+    monitor.install(for_model=True)
     modules = _checked_modules("fully_shard", module)
     _check_options(mp_policy, offload_policy, dp_mesh_dims)
     ignored = _checked_params("ignored_params", ignored_params)
@@ -223,7 +223,7 @@ def replicate(
     Returns:
         The same object, now also a `ReplicateModule`.
     """
-    monitor.install()
+    monitor.install(for_model=True)
     modules = _checked_modules("replicate", module)
     _check_options(mp_policy, offload_policy, dp_mesh_dims)
     ignored = _checked_params("ignored_params", ignored_params)
