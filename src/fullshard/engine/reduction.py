@@ -101,14 +101,9 @@ class Reduction(ReductionState):
         flight = self._filled(include_unused)
         if flight is None:
             return
-        # All memory is taken before the first collective is called: a failure here leaves nothing in flight. It can be that
-        # of gradients that were copied: peak memory is often here.
-        for bucket in flight.buckets:
-            flight.parts.append(self._prepare(bucket, flight))
+        self._take_memory(flight)
         context, events, transport = self.context, self.events, flight.transport
         on_host, observed = not context.asynchronous, flight.observed
-        if observed is not None:
-            observed.observer.memory_of_reductions(flight.buffer, flight.held_bytes)
         events.ready.record()
         with context.reduce_scatter:
             # Compute fills the input, or has the gradients to fill it with. It may still use what was in the memory of
@@ -148,14 +143,20 @@ class Reduction(ReductionState):
             if not on_host and flight.is_followed and not flight.is_replicated:
                 flight.accumulate_to_end()
         if not on_host and flight.is_replicated:
-            # The all-reduce has a stream of its own, so that the next group's reduce-scatter does not queue
-            # behind it. The reduce-scatter's last write is before `input_read`, too.
-            with context.all_reduce:
-                events.input_read.wait()
-                flight.accumulate_to_end()
+            flight.accumulate_over_replicas()
         flight.issued = True
         if observed is not None and not on_host:
             flight.tell_final(observed)
+
+    def _take_memory(self, flight: ReductionInFlight) -> None:
+        """Take all memory before the first collective is called: a failure here leaves nothing in flight.
+
+        It can be that of gradients that were copied: peak memory is often here.
+        """
+        for bucket in flight.buckets:
+            flight.parts.append(self._prepare(bucket, flight))
+        if flight.observed is not None:
+            flight.observed.observer.memory_of_reductions(flight.buffer, flight.held_bytes)
 
     def _filled(self, include_unused: bool) -> ReductionInFlight | None:
         """Take gradients, lay them into the buffer, and return a reduction that the context knows; None without gradients."""
@@ -294,7 +295,7 @@ class Reduction(ReductionState):
                     # The collective writes the gradients themselves, so one set of views is enough.
                     inputs, outputs = bucket.shaped_inputs, _views(reduced, bucket.gradients)
                     views = outputs
-            part = Part(bucket, rule, inputs, outputs, reduced, views=views)
+            part = Part(bucket, rule, inputs, outputs, reduced, reduced, views=views)
         if not same_dtype:
             part.final = torch.empty(bucket.numel, dtype=bucket.gradient_dtype, device=device)
         if transport is not None and in_place and receives:
@@ -371,6 +372,16 @@ class ReductionInFlight:
         finally:
             if self._marks_end:
                 self._events.done.record()
+
+    def accumulate_over_replicas(self) -> None:
+        """Accumulate on the stream of all-reduces.
+
+        It is one of its own, so that the next group's reduce-scatter does not queue behind it. The reduce-scatter's last
+        write is before `input_read`, too.
+        """
+        with self._context.all_reduce:
+            self._events.input_read.wait()
+            self.accumulate_to_end()
 
     def accumulate(self) -> None:
         """Finish the arithmetic and give every sharded parameter its gradient.
