@@ -389,10 +389,8 @@ class BlockState:
         check_shards(number_of)
         fused = plan_fused_shards(number_of)
         in_fused = {param for shard in fused for param in shard.params}
-        shards: list[FusedShard | _OneShard] = [
-            *fused,
-            *(_OneShard(p, cuts[p][0].name) for p in params if p not in in_fused),
-        ]
+        single = [_OneShard(p, cuts[p][0].name) for p in params if p not in in_fused]
+        shards: list[FusedShard | _OneShard] = [*fused, *single]
         axes = {} if bucket_numel is None else _axes_of(params)
         self.strips = [
             Strip(shard, size, number_of[shard.params[0]], self._cut(shard, cuts, held, axes))
