@@ -13,7 +13,7 @@ like a change of the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -232,15 +232,7 @@ class GatherBuffer:
         """
         self._layout, self._rank, self.device, self.packed = layout, rank, device, packed
         self._dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
-        placement = block_offsets(
-            [
-                segment.piece_numel * layout.world
-                if _is_zero_copy(layout, index)
-                else layout.slots[segment.params[0]].numel
-                for index, segment in enumerate(layout.segments)
-            ],
-            self._dtypes,
-        )
+        placement = block_offsets([*_numels_in_full(layout)], self._dtypes)
         self._borrows_memory = into is not None
         self.full: Buffer = Buffer(placement.nbytes, device) if into is None else into.full
         """The memory of the full parameters."""
@@ -473,6 +465,15 @@ class GatherBuffer:
         self.full.release()
         if self._staging.storage.nbytes():  # the gather was not finished
             self._staging.release()
+
+
+def _numels_in_full(layout: Layout) -> Iterator[int]:
+    """Yield for each segment how many elements its full parameters take; with padding, if they are gathered in place."""
+    for index, segment in enumerate(layout.segments):
+        if _is_zero_copy(layout, index):
+            yield segment.piece_numel * layout.world
+        else:
+            yield layout.slots[segment.params[0]].numel
 
 
 def _is_zero_copy(layout: Layout, segment: int) -> bool:
