@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 VIRTUAL_BACKEND = "virtual"
 
 
-class Carrier(Protocol):
+class CollectiveReceiver(Protocol):
     """Receiver of the calls of collectives."""
 
-    def carry(
+    def note_collective(
         self,
         kind: str,
         outputs: Sequence[Tensor],
@@ -41,7 +41,7 @@ class Carrier(Protocol):
 class VirtualGroup(ProcessGroup):
     """The ranks of a virtual world. Collectives change no tensor."""
 
-    carrier: ClassVar[Carrier | None] = None
+    receiver: ClassVar[CollectiveReceiver | None] = None
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(rank, world)  # type: ignore[call-arg]  # the stub knows one of two
@@ -87,17 +87,19 @@ _FROM_ONE_TO_ANOTHER = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 def _method(kind: str) -> Callable[..., Any]:
-    def carry(group: VirtualGroup, *args: Any, **_: Any) -> Any:
-        assert group.carrier is not None, "the groups of a plan are gone when it ends"
+    def note(group: VirtualGroup, *args: Any, **_: Any) -> Any:
+        assert group.receiver is not None, "the groups of a plan are gone when it ends"
         first, second = ([*_tensors(each)] for each in (*args[:2], (), ())[:2])
         outputs, inputs = (first, second) if kind in _FROM_ONE_TO_ANOTHER else (first, first)
         if kind in ("send", "recv"):
             outputs, inputs = ([], first) if kind == "send" else (first, [])
         options = next((each for each in args if hasattr(each, "asyncOp")), None)
         waits = options is not None and not options.asyncOp
-        return group.carrier.carry(kind, outputs, inputs, group, is_asynchronous=not waits)
+        return group.receiver.note_collective(
+            kind, outputs, inputs, group, is_asynchronous=not waits
+        )
 
-    return carry
+    return note
 
 
 def _tensors(argument: Any) -> Iterator[Tensor]:
@@ -113,16 +115,16 @@ def _new_group(_: object, rank: int, world: int, timeout: timedelta) -> VirtualG
 
 
 @contextlib.contextmanager
-def virtual_process_group(world: int, carrier: Carrier) -> Iterator[None]:
-    """Be rank 0 of a default process group of ``world`` ranks without others; ``carrier`` is told of its collectives."""
+def virtual_process_group(world: int, receiver: CollectiveReceiver) -> Iterator[None]:
+    """Be rank 0 of a default process group of ``world`` ranks without others; ``receiver`` is told of its collectives."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if VIRTUAL_BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(VIRTUAL_BACKEND, _new_group, devices=["cpu", "cuda", "meta"])
-    VirtualGroup.carrier = carrier
+    VirtualGroup.receiver = receiver
     dist.init_process_group(VIRTUAL_BACKEND, rank=0, world_size=world, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
-        VirtualGroup.carrier = None
+        VirtualGroup.receiver = None
