@@ -162,7 +162,7 @@ fsdp1/state_dicts/optimizer_params.py::refuse_unknown_params
 fsdp1/state_dicts/optimizer_params.py::warn_deprecated
     and choose the kind of state | fsdp1/test_wrapper_optimizer_states::test_old_methods_say_what_replaces_them | fsdp1/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
     optim_input is deprecated | fsdp1/test_wrapper_optimizer_states::test_old_methods_say_what_replaces_them | fsdp1/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
-fsdp1/state_dicts/optimizer_state_reports.py::plan_states
+fsdp1/state_dicts/optimizer_state_reports.py::agreed_states
      | fsdp1/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | fsdp1/test_wrapper_optimizer_states::test_unusual_state_is_kept
 fsdp1/state_dicts/optimizer_state_reports.py::_refuse_unreadable
      | fsdp1/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | fsdp1/test_wrapper_optimizer_states::test_checkpoints_cross_over_from_torch_and_to_torch

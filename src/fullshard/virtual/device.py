@@ -2,7 +2,7 @@
 
 Tensors are on the meta device: operations know their sizes and compute nothing.
 `VirtualDevice` is what the engine gets its streams and events from. It sees every operation and collective (as a dispatch
-mode and as the carrier of the process group), every tensor that is made and every storage that is resized or dies. It
+mode and as the receiver of collectives), every tensor that is made and every storage that is resized or dies. It
 keeps no record: it tells its observers.
 
 [Note: what observers are told]
@@ -254,7 +254,7 @@ class VirtualDevice(torch_border.OperatorMode):
             if isinstance(each, Tensor) and each.is_meta:
                 self.see(each.untyped_storage())
 
-    def carry(
+    def note_collective(
         self,
         kind: str,
         outputs: Sequence[Tensor],
