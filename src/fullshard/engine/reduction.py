@@ -295,6 +295,7 @@ class Reduction(ReductionState):
                     inputs, outputs = bucket.shaped_inputs, _views(reduced, bucket.gradients)
                     views = outputs
             part = Part(bucket, rule, inputs, outputs, reduced, views=views)
+        part.final = part.reduced
         if not same_dtype:
             part.final = torch.empty(bucket.numel, dtype=bucket.gradient_dtype, device=device)
         if transport is not None and in_place and receives:
