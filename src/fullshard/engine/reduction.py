@@ -95,15 +95,18 @@ class Reduction(ReductionState):
         With ``include_unused``, and if the settings say so, trainable parameters without a gradient take part as
         zeros. Nothing happens if no parameter takes part.
 
-        Before: gradients in `.grad` of unsharded parameters. After: those are None, and a reduction is in flight. The
-        context waits for it when it needs room for another one, and at the latest when it is joined.
+        Before: gradients in `.grad` of unsharded parameters. After: those are None, and the context has a reduction in flight.
         """
         flight = self._filled(include_unused)
         if flight is None:
             return
-        self._take_memory(flight)
+        # All memory is taken before the first collective is called: a failure here leaves nothing in flight. Often the peak.
+        for bucket in flight.buckets:
+            flight.parts.append(self._prepare(bucket, flight))
         context, events, transport = self.context, self.events, flight.transport
         on_host, observed = not context.asynchronous, flight.observed
+        if observed is not None:
+            observed.observer.memory_of_reductions(flight.buffer, flight.held_bytes)
         events.ready.record()
         with context.reduce_scatter:
             # Compute fills the input, or has the gradients to fill it with. It may still use what was in the memory of
@@ -121,7 +124,6 @@ class Reduction(ReductionState):
                     if transport is None:
                         reduce_here(flight.settings, part.outputs, part.inputs)
                     else:
-                        # Averaging over shards and then over replicas is averaging over all.
                         reduce_tag, _ = self.tags_of(part.bucket)
                         with flight.buffer.below_autograd:
                             work = transport.reduce(
@@ -143,20 +145,10 @@ class Reduction(ReductionState):
             if not on_host and flight.is_followed and not flight.is_replicated:
                 flight.accumulate_to_end()
         if not on_host and flight.is_replicated:
-            flight.accumulate_over_replicas()
+            flight.accumulate_beside()
         flight.issued = True
         if observed is not None and not on_host:
             flight.tell_final(observed)
-
-    def _take_memory(self, flight: ReductionInFlight) -> None:
-        """Take all memory before the first collective is called: a failure here leaves nothing in flight.
-
-        It can be that of gradients that were copied: peak memory is often here.
-        """
-        for bucket in flight.buckets:
-            flight.parts.append(self._prepare(bucket, flight))
-        if flight.observed is not None:
-            flight.observed.observer.memory_of_reductions(flight.buffer, flight.held_bytes)
 
     def _filled(self, include_unused: bool) -> ReductionInFlight | None:
         """Take gradients, lay them into the buffer, and return a reduction that the context knows; None without gradients."""
@@ -276,6 +268,7 @@ class Reduction(ReductionState):
         if settings.replacement is None:
             num_ranks = info.shard_mesh_size * info.replicate_mesh_size
             force_sum = settings.force_sum or receives
+            # Averaging over shards and then over replicas is averaging over all.
             rule = divide_rule(bucket.reduce_dtype, num_ranks, settings.divide_by, force_sum)
         if settings.active is not None:
             rule = replace(rule, after=rule.after * settings.active_fraction)
@@ -295,7 +288,8 @@ class Reduction(ReductionState):
                     # The collective writes the gradients themselves, so one set of views is enough.
                     inputs, outputs = bucket.shaped_inputs, _views(reduced, bucket.gradients)
                     views = outputs
-            part = Part(bucket, rule, inputs, outputs, reduced, reduced, views=views)
+            part = Part(bucket, rule, inputs, outputs, reduced, views=views)
+        part.final = part.reduced
         if not same_dtype:
             part.final = torch.empty(bucket.numel, dtype=bucket.gradient_dtype, device=device)
         if transport is not None and in_place and receives:
@@ -373,14 +367,10 @@ class ReductionInFlight:
             if self._marks_end:
                 self._events.done.record()
 
-    def accumulate_over_replicas(self) -> None:
-        """Accumulate on the stream of all-reduces.
-
-        It is one of its own, so that the next group's reduce-scatter does not queue behind it. The reduce-scatter's last
-        write is before `input_read`, too.
-        """
+    def accumulate_beside(self) -> None:
+        """Accumulate on the all-reduce's own stream, so that the next group's reduce-scatter does not queue behind it."""
         with self._context.all_reduce:
-            self._events.input_read.wait()
+            self._events.input_read.wait()  # the reduce-scatter's last write is before it, too
             self.accumulate_to_end()
 
     def accumulate(self) -> None:

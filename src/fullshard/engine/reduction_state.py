@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -255,14 +255,14 @@ class Part:
     """What it writes: views of `reduced`, or memory that is brought into `totals`."""
     reduced: Tensor
     """This rank's reduced gradients, in the reduce dtype."""
-    final: Tensor
-    """The same in the dtype of the sharded gradients; the same tensor if the dtypes are equal."""
     lent: Sequence[Tensor] = ()
     """Memory of the transport, to be released when the input has been read."""
     totals: Sequence[Tensor] = ()
     """Views of `reduced` into which `outputs` are brought: summed over ranks, or copied out of memory that is taken back."""
     views: Sequence[Tensor] = ()
     """Views of `final` for each parameter, if there are any yet."""
+    final: Tensor = field(init=False)
+    """`reduced` in the dtype of the sharded gradients; the same tensor if the dtypes are equal."""
 
 
 def joined(bucket: ReduceBucket) -> Tensor:
@@ -280,9 +280,9 @@ def staged(bucket: ReduceBucket, rule: DivideRule, transport: Transport, world: 
     packed = transport.allocate(bucket.numel * world, dtype)
     bucket.copy_into(packed.view(world, bucket.numel))
     if not receives and not transport.recycles:
-        return Part(bucket, rule, [packed], [output], output, output, [packed])
+        return Part(bucket, rule, [packed], [output], output, [packed])
     reduced = torch.empty(bucket.numel, dtype=bucket.reduce_dtype, device=packed.device)
-    return Part(bucket, rule, [packed], [output], reduced, reduced, [packed, output], [reduced])
+    return Part(bucket, rule, [packed], [output], reduced, [packed, output], [reduced])
 
 
 def bring_out(transport: Transport | None, parts: Iterable[Part]) -> None:
