@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,9 +16,12 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from fullshard import fully_shard
 from fullshard.engine.known_groups import groups_of
+from fullshard.engine.state import state_of
 from fullshard.transport.tags import Tag
 from fullshard.transport.transports import Transport
 from tests.helpers.compare import assert_equal
+from tests.helpers.models import make_decoder
+from tests.helpers.training import FULLSHARD, Run, batch_of, gradients, mine, shard
 
 
 class HostMemory(Transport):
@@ -51,7 +55,13 @@ class HostMemory(Transport):
         *,
         async_op: bool,
     ) -> Work | None:
-        raise NotImplementedError
+        for output, tensor in zip(outputs, inputs, strict=True):
+            own = tensor.to("cpu", copy=True).view(-1)
+            reduced = own.new_empty(output.numel())
+            dist.reduce_scatter_tensor(reduced, own, op=op, group=self._gloo)
+            output.copy_(reduced.view_as(output))
+        HostMemory.calls += len(outputs)
+        return None
 
 
 def trained(through_host: bool, reshard_after_forward: bool | int) -> dict[str, Tensor]:
@@ -88,3 +98,26 @@ def test_gathers_go_through_the_host_bit_for_bit(world) -> None:
 
 def test_backward_gathers_through_the_host_what_forward_has_kept(world) -> None:
     world(4).run(gathers_through_the_host, 2)
+
+
+def reduced_through_the_host(run: Run, in_place: bool) -> None:
+    expected, model = shard(make_decoder(), FULLSHARD, run), shard(make_decoder(), FULLSHARD, run)
+    before = HostMemory.calls
+    for module in (*model.blocks, model):
+        for group in state_of(module).groups:
+            transport: Any = HostMemory(group.mesh_info.shard_peers, group.device)
+            transport.in_place = in_place
+            group.reduce_with(transport)
+    for step in range(2):  # the second is added to the first
+        for each in (expected, model):
+            each(mine(batch_of(step))).backward()
+    assert_equal(gradients(model), gradients(expected))
+    assert HostMemory.calls - before >= 2 * len(model.blocks)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    "dtypes", [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}]
+)
+def test_gradients_go_through_the_host_bit_for_bit(world, dtypes: Any, in_place: bool) -> None:
+    world(2).run(reduced_through_the_host, Run(**dtypes), in_place)
