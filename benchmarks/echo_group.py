@@ -154,16 +154,11 @@ dist.Backend.register_backend("echo", _create, devices=["cpu", "cuda"])
 
 def _know_imagined_ranks() -> None:
     """Tell fullshard, whichever checkout it is, that the other ranks do not answer."""
-    try:
-        from fullshard.mesh import backends
-
-        backends.know(backends.Backend(name="echo", ranks="imagined"))
-    except ImportError:  # an older checkout
-        with contextlib.suppress(
-            ImportError, AttributeError
-        ):  # one that asks no other rank anything
-            journal: Any = importlib.import_module("fullshard.divergence.journal")
-            journal.IMAGINED_RANKS.add("echo")
+    for folder in ("mesh", "comm"):  # where an older checkout has it
+        with contextlib.suppress(ImportError):
+            backends = importlib.import_module(f"fullshard.{folder}.backends")
+            backends.know(backends.Backend(name="echo", ranks="imagined"))
+            return
 
 
 _know_imagined_ranks()

@@ -19,7 +19,9 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.divergence.journal import Journal, journal_of, journals
-from fullshard.divergence.watchdog.connections import traffic
+from fullshard.divergence.watchdog import observation
+from fullshard.divergence.watchdog.answers import Wait
+from fullshard.divergence.watchdog.connections import UNKNOWN, traffic
 from fullshard.divergence.watchdog.judge import Judgement
 from fullshard.divergence.watchdog.observation import (
     Observer,
@@ -30,6 +32,7 @@ from fullshard.divergence.watchdog.observation import (
     marks_of,
 )
 from fullshard.divergence.watchdog.stalls import FIRST_REPEAT_S, StallReports, stalls
+from fullshard.mesh.backends import backend_named
 from fullshard.transport.tags import tag
 from tests.helpers.fake import fake_world
 
@@ -144,6 +147,19 @@ def test_traffic_counts_what_comes_and_goes() -> None:
                 other.recv(1000, socket.MSG_WAITALL)
                 assert traffic(store_port=None) >= before + 1000
                 assert traffic(store_port=port) < before + 1000
+
+
+def test_bytes_count_only_where_nothing_but_collectives_sends_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting = Wait(text="barrier", kind="torch", group=None, count=0, seconds=1.0)
+    observer = Observer(0, threading.get_ident(), "here", None)
+    monkeypatch.setattr(observer, "wait", lambda: waiting)
+    for backend, counts in (("gloo", True), ("nccl", False)):
+        found = [backend_named(backend)]
+        monkeypatch.setattr(observation, "backends_in_use", lambda found=found: found)
+        wait = observer.answer({}, {}).wait
+        assert wait is not None and (wait.traffic != UNKNOWN) == counts
 
 
 def test_a_wait_in_torch_has_the_name_of_the_function_that_users_call() -> None:

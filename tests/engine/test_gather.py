@@ -26,8 +26,9 @@ from fullshard.engine.sharded_state import ShardedState
 from fullshard.engine.state import state_of
 from fullshard.features.full_params import all_gather_full
 from fullshard.layout.segments import Layout, flat_layout, gathers_in_place, per_row_layout
-from fullshard.storage.buffers import FlatShard, ShardBuffer, UploadBuffer, shard_of
+from fullshard.storage.buffers import FlatShard, shard_of
 from fullshard.storage.codecs import AnyCodec, Cast, Plain
+from fullshard.storage.shard_buffer import ShardBuffer, UploadBuffer
 from fullshard.torch_border import below_autograd
 from fullshard.transport.comm_objects import DefaultAllGather
 from fullshard.transport.observer import StepObserver

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.divergence import monitor
 from fullshard.divergence.journal import journal_of
 from fullshard.engine.reduction import Reduction
 from fullshard.engine.reduction_state import DivideRule, ReduceEvents, divide_rule
@@ -251,6 +252,7 @@ def test_one_mark_ends_a_reduction_unless_something_long_follows_the_read_of_its
 
 
 def test_a_reduction_over_another_process_group_is_noted_in_its_journal() -> None:
+    monitor.install()  # as the library does when it is first used
     with fake_world(4):
         group = make_group()
         shared, other = group.reduction.settings.process_group, dist.new_group(list(range(4)))

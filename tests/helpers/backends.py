@@ -12,7 +12,8 @@ ENVIRONMENTS = {
     # As docs/divergence.md asks for: otherwise torch ends processes before any of them can say why.
     stand_in.NAME: {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"},
     "nccl": {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"),
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
         "NCCL_P2P_DISABLE": "1",

@@ -57,6 +57,7 @@ STACKS_S = 1.0
 
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNS, CLONE_NEWPID = 0x20000, 0x20000000
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
 
 
 @dataclass(kw_only=True)
@@ -449,6 +450,7 @@ def be_apart() -> None:
     if first := os.fork():
         _end_like(first)
     _die_with_parent()
+    _mount_proc()
     if second := os.fork():
         _, status = os.waitpid(second, 0)
         os._exit(os.waitstatus_to_exitcode(status) % 256)
@@ -459,6 +461,15 @@ def _unshare() -> int:
     """Let children have namespaces of their own for processes and mounts; return the number of an error, or 0."""
     libc = ctypes.CDLL(None, use_errno=True)
     return ctypes.get_errno() if libc.unshare(CLONE_NEWPID | CLONE_NEWNS) else 0
+
+
+def _mount_proc() -> None:
+    """Let /proc be that of the new namespace, as in a container. CUDA looks for its own process there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    private = libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+    assert private and libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0, os.strerror(
+        ctypes.get_errno()
+    )
 
 
 def _end_like(process: int) -> NoReturn:

@@ -51,6 +51,9 @@ PRELOADED = [
     "fullshard.programs.train.rank",
     "hypothesis",
 ]
+# Inductor asks whether there is a GPU when it is imported. Asked by way of CUDA, as is the default, no process that
+# is forked after that could use one.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(PRELOADED)
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fullshard.tracing import recorder
 from fullshard.tracing.trace import Recording
-from fullshard.transport import spans
 from fullshard.transport.staged import Staged
 from fullshard.transport.tags import Tag
 from fullshard.transport.transports import Coalesced, Exchanged, Transport
@@ -48,7 +48,7 @@ class Speeds:
 
 
 class VirtualClock:
-    """In the place of `spans.host_ns`.
+    """In the place of `recorder.host_ns`.
 
     All ranks do the same, so each knows when the slow one comes to a collective, and nobody has to tell.
     """
@@ -167,7 +167,7 @@ def virtual_time(speeds: Speeds) -> Iterator[VirtualClock]:
         leave(recording, *error)
 
     with (
-        patch.object(spans, "host_ns", clock),
+        patch.object(recorder, "host_ns", clock),
         # Operations are counted in recorded steps only: to count them is slow.
         patch.multiple(Recording, __enter__=begin, __exit__=end),
         contextlib.ExitStack() as stack,

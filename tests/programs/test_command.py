@@ -222,14 +222,18 @@ def test_the_command_lets_nccl_keep_the_process_unless_the_user_has_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["fullshard", "--version"])
-    for chosen, kept in ((None, "2"), ("3", "3")):
-        if chosen is None:
-            monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-        else:
-            monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", chosen)
-        with pytest.raises(SystemExit):
-            cli.main()
-        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == kept
+    for name, own in (
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"),
+        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500"),
+    ):
+        for chosen, kept in ((None, own), ("3", "3")):
+            if chosen is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, chosen)
+            with pytest.raises(SystemExit):
+                cli.main()
+            assert os.environ[name] == kept
 
 
 def test_the_documentation_has_all_fields_as_the_command_lists_them() -> None:

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import ConfigurationError, FullyShardedDataParallel, LifecycleError, fully_shard
 from fullshard.storage.buffers import Buffer
-from fullshard.tracing import trace as tracing
+from fullshard.tracing import recorder, trace as tracing
 from fullshard.tracing.schema import Span
 from fullshard.tracing.trace import one_at_a_time
-from fullshard.transport import spans
 from fullshard.wrap import ModuleWrapPolicy
 from tests.helpers.fake import fake_world
 from tests.helpers.models import Block, ModelOptions, make_decoder, tokens_for
@@ -204,7 +203,7 @@ def test_a_gather_that_is_slow_is_waited_for_where_it_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = HostClock()
-    monkeypatch.setattr(spans, "host_ns", clock)
+    monkeypatch.setattr(recorder, "host_ns", clock)
     with fake_world(4):
         model: Any = shard(make_decoder(), FULLSHARD, Run())
         model.blocks[1].set_custom_all_gather(SlowAllGather(clock, PAUSE_S))

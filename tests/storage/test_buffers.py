@@ -28,10 +28,10 @@ from fullshard.layout.segments import (
 from fullshard.storage.buffers import (
     Buffer,
     GatherBuffer,
-    ShardBuffer,
     rank_chunks,
 )
 from fullshard.storage.copy_out import CELL, CELL_DTYPE, Indices
+from fullshard.storage.shard_buffer import ShardBuffer
 from tests.helpers.compare import assert_equal
 
 CPU = torch.device("cpu")

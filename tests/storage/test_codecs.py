@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.stream_settings import BF16, decoder, sharded, train
 from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.checks.stream_check import StreamCheck
 from fullshard.engine.known_groups import groups_of
 from fullshard.layout.segments import Layout
 from fullshard.storage.codecs import Recoded
@@ -157,3 +159,13 @@ def test_int8_sends_a_quarter_and_can_be_taken_off_again() -> None:
     models = [nn.Linear(64, 96) for _ in range(WORLD)]
     for plain, coded in run_threads(WORLD, bytes_received, models):
         assert coded < 0.3 * plain
+
+
+def test_encoding_and_decoding_are_ordered_on_streams() -> None:
+    with StreamCheck(8, raises=False) as check:
+        model = sharded(decoder(), mp_policy=BF16)
+        for group in groups_of(model.parameters()):
+            group.set_codec(Int8Rows)
+        train(model, microbatches=2)
+    assert check.accesses > 300
+    assert not check.races, check.text

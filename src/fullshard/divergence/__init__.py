@@ -1,5 +1,5 @@
-"""What notices that ranks do different things, names it, and ends it: the journal, meetings, verdicts, guards, the watchdog.
+"""What notices that ranks do different things, names it, and ends it: the agreement, meetings, guards, the watchdog.
 
-It may import `mesh`, `layout` and the vocabulary.
+It may import `engine`, `transport` and what they import, which know only the monitor that it installs.
 It owns the control connections between ranks, the threads that watch, and what a process says before it ends.
 """

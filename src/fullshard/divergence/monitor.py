@@ -47,6 +47,6 @@ def install() -> None:
 
     Nothing runs from now on, but a process that ends before its first forward says so to the others.
     """
-    if monitor.monitor() is not _MONITOR:
+    if monitor.monitor() is monitor.IDLE:
         monitor.install(_MONITOR)
     process.announce()

@@ -55,9 +55,11 @@ def cap_cpu_instructions() -> None:
 def keep_process_after_nccl_errors() -> None:
     """Let NCCL's process groups end their collectives after an error, and not the process, unless the user has chosen.
 
-    Otherwise a thread of torch aborts the process before any rank can say which one has failed.
+    Otherwise a thread of torch aborts the process before any rank can say which one has failed. After an error that thread sleeps
+    for four times as long as a dump may take, 60 seconds by default, and whoever calls a collective waits for it.
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")
 
 
 @dataclass(frozen=True, kw_only=True)

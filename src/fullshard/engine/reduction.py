@@ -30,7 +30,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from torch.distributed import Work
 from fullshard import torch_border
 from fullshard.engine.reduction_state import (
     UNDIVIDED,
-    DivideRule,
+    Part,
     ReductionState,
     all_reduce_bytes,
     bring_out,
@@ -267,7 +267,7 @@ class Reduction(ReductionState):
             )
         return found
 
-    def _prepare(self, bucket: ReduceBucket, flight: ReductionInFlight) -> _Part:
+    def _prepare(self, bucket: ReduceBucket, flight: ReductionInFlight) -> Part:
         """Take memory for what a bucket's collective brings, on the compute stream."""
         settings, transport, info = flight.settings, flight.transport, self.mesh_info
         receives = transport is not None and transport.sums_at_receiver
@@ -282,7 +282,7 @@ class Reduction(ReductionState):
         same_dtype = bucket.gradient_dtype is dtype
         in_place = transport is None or transport.in_place
         if transport is not None and not in_place:
-            part = _Part(bucket, rule, *staged(bucket, transport, self._layout.world))
+            part = staged(bucket, rule, transport, self._layout.world)
         else:
             inputs = bucket.inputs or [joined(bucket)]
             reduced = torch.empty(bucket.numel, dtype=dtype, device=device)
@@ -294,7 +294,7 @@ class Reduction(ReductionState):
                     # The collective writes the gradients themselves, so one set of views is enough.
                     inputs, outputs = bucket.shaped_inputs, _views(reduced, bucket.gradients)
                     views = outputs
-            part = _Part(bucket, rule, inputs, outputs, reduced, views=views)
+            part = Part(bucket, rule, inputs, outputs, reduced, views=views)
         if not same_dtype:
             part.final = torch.empty(bucket.numel, dtype=bucket.gradient_dtype, device=device)
         if transport is not None and in_place and receives:
@@ -306,31 +306,6 @@ class Reduction(ReductionState):
 
 
 # --- one reduction in flight ----------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Part:
-    """One bucket in flight, and the memory that its collective reads and writes."""
-
-    bucket: ReduceBucket
-    rule: DivideRule
-    inputs: Sequence[Tensor]
-    """What the collective reads."""
-    outputs: Sequence[Tensor]
-    """What it writes: views of `reduced`, or memory that is brought into `totals`."""
-    reduced: Tensor
-    """This rank's reduced gradients, in the reduce dtype."""
-    lent: Sequence[Tensor] = ()
-    """Memory of the transport, to be released when the input has been read."""
-    totals: Sequence[Tensor] = ()
-    """Views of `reduced` into which `outputs` are brought: summed over ranks, or copied out of memory that is taken back."""
-    views: Sequence[Tensor] = ()
-    """Views of `final` for each parameter, if there are any yet."""
-    final: Tensor = field(init=False)
-    """`reduced` in the dtype of the sharded gradients; the same tensor if the dtypes are equal."""
-
-    def __post_init__(self) -> None:
-        self.final = self.reduced
 
 
 class ReductionInFlight:
@@ -366,10 +341,10 @@ class ReductionInFlight:
         """Whether anything goes to other ranks before replicas are summed."""
         self.copy_in: Callable[[], None] | None = None
         """Holds the gradients, if the reduce-scatter stream copies them: [Note: gradients copied beside]."""
-        self.parts: list[_Part] = []
+        self.parts: list[Part] = []
         self.works: list[Work | None] = []
         self.brings_out = False
-        """Whether results are in memory that is given back with the input: `_Part.totals`."""
+        """Whether results are in memory that is given back with the input: `Part.totals`."""
         self.issued = False
         """Whether all collectives were called, so that there are results."""
         self._accumulated = False
@@ -412,7 +387,7 @@ class ReductionInFlight:
         for part in self.parts:
             self._accumulate_part(part)
 
-    def _accumulate_part(self, part: _Part) -> None:
+    def _accumulate_part(self, part: Part) -> None:
         settings, bucket, reduced, final = self.settings, part.bucket, part.reduced, part.final
         if (
             self.is_replicated
@@ -452,7 +427,7 @@ class ReductionInFlight:
             else:
                 sharded_param.accumulate_gradient(gradient)
 
-    def _sum_over_replicas(self, part: _Part) -> bool:
+    def _sum_over_replicas(self, part: Part) -> bool:
         """Sum over replicas, or keep a partial sum and return False; the host waits where there are no streams."""
         unreduced, bucket, reduced = self._reduction.unreduced, part.bucket, part.reduced
         if not self.settings.all_reduce:

@@ -1,11 +1,9 @@
-"""What users choose about a group's reductions, and what runs only if they have chosen it.
+"""What outlasts a group's reductions, and what plain steps do not run; `reduction` is the step's half.
 
-    ReduceSettings    values that users set, replaced whole
-    DivideRule        how a sum becomes a mean
-    GradientDtypes    in which dtypes gradients wait, travel, are summed and end
-    joined, staged, bring_out, ...   messages that are copied once more, a user's function or hook, the way to host memory
-
-`reduction` reads the values in every step. The rest is called where a policy is new, or by steps that are not plain.
+ReduceSettings, DivideRule   values that users set, replaced whole; how a sum becomes a mean
+GradientDtypes               in which dtypes gradients wait, travel, are summed and end
+Part; staged, bring_out, ..  memory of a reduction; ways that copy once more, users' functions, the way to host memory
+ReductionState               the reduce buffer, and what backward has written into it
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +34,6 @@ from fullshard.storage.reduce_buffer import (
 )
 from fullshard.storage.sharded_params import PlainShardedParam, ShardedParam, reads_gradients
 from fullshard.transport.observer import StepObserver
-from fullshard.transport.spans import Group
 from fullshard.transport.streams import Event, FSDPCommContext
 from fullshard.transport.tags import Tag
 from fullshard.transport.transports import Transport
@@ -246,11 +243,29 @@ class GradientDtypes:
 # --- other ways than in place ---------------------------------------------------------------------
 
 
-class _Brought(Protocol):
-    """What a collective has written, and where it is wanted."""
+@dataclass(slots=True)
+class Part:
+    """One bucket in flight, and the memory that its collective reads and writes."""
 
+    bucket: ReduceBucket
+    rule: DivideRule
+    inputs: Sequence[Tensor]
+    """What the collective reads."""
     outputs: Sequence[Tensor]
-    totals: Sequence[Tensor]
+    """What it writes: views of `reduced`, or memory that is brought into `totals`."""
+    reduced: Tensor
+    """This rank's reduced gradients, in the reduce dtype."""
+    lent: Sequence[Tensor] = ()
+    """Memory of the transport, to be released when the input has been read."""
+    totals: Sequence[Tensor] = ()
+    """Views of `reduced` into which `outputs` are brought: summed over ranks, or copied out of memory that is taken back."""
+    views: Sequence[Tensor] = ()
+    """Views of `final` for each parameter, if there are any yet."""
+    final: Tensor = field(init=False)
+    """`reduced` in the dtype of the sharded gradients; the same tensor if the dtypes are equal."""
+
+    def __post_init__(self) -> None:
+        self.final = self.reduced
 
 
 def joined(bucket: ReduceBucket) -> Tensor:
@@ -260,25 +275,20 @@ def joined(bucket: ReduceBucket) -> Tensor:
     return rows.view(-1)
 
 
-def staged(
-    bucket: ReduceBucket, transport: Transport, world: int
-) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], list[Tensor]]:
-    """Copy messages into one in memory of the transport.
-
-    Return its input and output, the reduced gradients, what the transport has lent, and where outputs are to be brought.
-    """
+def staged(bucket: ReduceBucket, rule: DivideRule, transport: Transport, world: int) -> Part:
+    """Copy messages into one in memory of the transport, and take memory for what comes back."""
     receives = transport.sums_at_receiver
     dtype = bucket.messages[0].dtype if receives else bucket.reduce_dtype
     output = transport.allocate(bucket.numel * (world if receives else 1), dtype)
     packed = transport.allocate(bucket.numel * world, dtype)
     bucket.copy_into(packed.view(world, bucket.numel))
     if not receives and not transport.recycles:
-        return [packed], [output], output, [packed], []
+        return Part(bucket, rule, [packed], [output], output, [packed])
     reduced = torch.empty(bucket.numel, dtype=bucket.reduce_dtype, device=packed.device)
-    return [packed], [output], reduced, [packed, output], [reduced]
+    return Part(bucket, rule, [packed], [output], reduced, [packed, output], [reduced])
 
 
-def bring_out(transport: Transport | None, parts: Iterable[_Brought]) -> None:
+def bring_out(transport: Transport | None, parts: Iterable[Part]) -> None:
     """Bring results out of memory that is given back with the input; after the collectives."""
     for part in parts:
         for received, total in zip(part.outputs, part.totals, strict=False):
@@ -411,10 +421,10 @@ class ReductionState:
         self._models = "", ""
         self.context: FSDPCommContext
         self.events: ReduceEvents
-        self._group: weakref.ref[Group]
+        self._group: weakref.ref[Any]
         self._name: str
 
-    def connect(self, context: FSDPCommContext, group: Group, name: str) -> None:
+    def connect(self, context: FSDPCommContext, group: Any, name: str) -> None:
         """Join a model's streams; observers are told of ``group``, tags have ``name``, which no other group of the model has."""
         self.context, self._name = context, name
         self._group = weakref.ref(group)  # which holds us

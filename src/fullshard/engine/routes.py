@@ -23,10 +23,11 @@ from fullshard.layout.segments import Layout, gathers_in_place
 from fullshard.mesh.axes import DataParallelAxes, DataParallelMeshInfo, block_group
 from fullshard.mesh.backends import backend_of
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.storage.buffers import GatherBuffer, ShardBuffer, UploadBuffer, shard_of
+from fullshard.storage.buffers import GatherBuffer, Source, shard_of
 from fullshard.storage.codecs import AnyCodec, Cast, Plain, Recoded
 from fullshard.storage.copy_out import Indices
 from fullshard.storage.param import FSDPParam, has_all_gather_extension
+from fullshard.storage.shard_buffer import ShardBuffer, UploadBuffer
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.shard_storage import ShardStorage
 from fullshard.transport.monitor import monitor
@@ -365,7 +366,7 @@ class Routes:
         shards, info, here = self._shards, self._mesh_info, device == self._device
         layout, dtypes = shards.buffered_layout, self.compute_dtypes
         sends = info.shard_peers is not None
-        source = (
+        source: Source = (
             UploadBuffer(shards.buffer, device)
             if self.uploads and here
             else shards.buffer.flat_shard

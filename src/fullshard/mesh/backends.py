@@ -40,6 +40,8 @@ class Backend:
     """Whether it has an all-to-all of tensors that are not in host memory."""
     has_aborts: bool = False
     """Whether its collectives are ended by its `abort`. Those of others are, by shutting connections down."""
+    has_keepalives: bool = False
+    """Whether its connections also carry what no collective sends, so that bytes which come or go prove nothing."""
     hangs_alone: bool = False
     """Whether a collective of one rank may fail to end: a kernel on a device."""
 
@@ -63,7 +65,7 @@ for _each in (
         has_coalesced_gathers=False,
         exchanges_device_memory=False,
     ),
-    Backend(name="nccl", is_on_stream=True, has_aborts=True, hangs_alone=True),
+    Backend(name="nccl", is_on_stream=True, has_aborts=True, has_keepalives=True, hangs_alone=True),
     Backend(name="fake", ranks="imagined", is_on_stream=True),
     Backend(name="threaded", ranks="threads"),
 ):

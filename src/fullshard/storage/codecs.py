@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from fullshard.layout.segments import Layout
-from fullshard.storage.buffers import Buffer, GatherBuffer, ShardBuffer, Source
+from fullshard.storage.buffers import Buffer, GatherBuffer, Source
 from fullshard.storage.copy_out import Indices
+from fullshard.storage.shard_buffer import ShardBuffer
 
 _ALIGNMENT = 16
 """Messages begin at multiples of so many bytes, so that each can be viewed in any dtype."""

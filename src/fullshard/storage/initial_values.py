@@ -2,7 +2,7 @@
 
 Ranks that build a model with different seeds shard different parameters, and train a mixture of them. Each rank has the whole
 of a parameter only once: before it is sharded. So some elements are kept until the first forward, where ranks compare them
-(`engine.initial_weights`). Random values differ in all elements, so a few are enough, and cost nothing for large models.
+(`divergence.initial_weights`). Random values differ in all elements, so a few are enough, and cost nothing for large models.
 """
 
 from __future__ import annotations

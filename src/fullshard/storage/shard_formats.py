@@ -21,9 +21,9 @@ from fullshard.layout.segments import (
     has_no_gaps,
     per_row_layout,
 )
-from fullshard.storage.buffers import ShardBuffer
 from fullshard.storage.flat_parameter import FlatShardedParam
 from fullshard.storage.param import FSDPParam
+from fullshard.storage.shard_buffer import ShardBuffer
 from fullshard.storage.sharded_params import (
     DTensorShardedParam,
     OrigParamShard,

@@ -23,9 +23,10 @@ from fullshard import torch_border
 from fullshard.errors import ConfigurationError
 from fullshard.layout.placement import local_tensor
 from fullshard.mesh.axes import DataParallelAxes
-from fullshard.storage.buffers import ShardBuffer, shard_of
+from fullshard.storage.buffers import shard_of
 from fullshard.storage.flat_parameter import FlatShardedParam
 from fullshard.storage.param import FSDPParam, fits_in_buffers, has_all_gather_extension
+from fullshard.storage.shard_buffer import ShardBuffer
 from fullshard.storage.shard_formats import ShardFormat
 from fullshard.storage.sharded_params import ShardedParam, holder_of
 

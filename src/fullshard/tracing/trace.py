@@ -27,6 +27,15 @@ from fullshard.files import atomic_write, local_path
 from fullshard.mesh.axes import global_rank, world_size
 from fullshard.tracing.group_facts import facts_of_groups, outermost_states, states_in
 from fullshard.tracing.planned_facts import planned_facts
+from fullshard.tracing.recorder import (
+    CollectiveSpan,
+    ComputeSpan,
+    Mark,
+    Named,
+    StepSpan,
+    TraceRecorder,
+    WaitSpan,
+)
 from fullshard.tracing.schema import (
     COLLECTIVES,
     Kind,
@@ -35,15 +44,6 @@ from fullshard.tracing.schema import (
     Span,
     Trace,
     to_document,
-)
-from fullshard.transport.spans import (
-    CollectiveSpan,
-    ComputeSpan,
-    Mark,
-    Named,
-    StepSpan,
-    TraceRecorder,
-    WaitSpan,
 )
 from fullshard.transport.streams import FSDPCommContext
 

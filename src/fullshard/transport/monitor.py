@@ -123,8 +123,9 @@ class Monitor:
         """An exception leaves a sharded forward or backward."""
 
 
-_IDLE = Monitor()
-_installed = _IDLE
+IDLE = Monitor()
+"""Does nothing: the monitor of a process that has not used the library."""
+_installed = IDLE
 
 
 def monitor() -> Monitor:

@@ -73,6 +73,9 @@ class Kind:
     """Whether it is found only where ranks meet before each collective."""
     needs_aborts: bool
     """Whether it can happen only on a backend with an abort."""
+    needs_host_waits: bool
+    """Whether it is found only where the host waits for torch's own collectives. On NCCL hosts go on, ranks seem to wait alike, and
+    only the limit for hung collectives ends them."""
     is_variant: bool
     """Whether another kind goes the same way. Variants are in the table that is printed, not among the tests."""
 
@@ -87,13 +90,16 @@ class Kind:
             return f"ranks do not meet before each collective on {backend}"
         if self.needs_aborts and not manners.has_aborts:
             return f"{backend} has no abort"
+        if self.needs_host_waits and manners.is_on_stream:
+            return f"the host does not wait for torch's own collectives on {backend}"
         return why_not_apart() if self.job.is_apart else None
 
     def on(self, backend: str, ranks: int = 0) -> Kind:
         """Return the same on another backend, and on at least so many ranks."""
         job = replace(self.job, backend=backend, ranks=max(self.job.ranks, ranks))
-        if backend == stand_in.NAME:
-            # Its threads are Python's. One that comes back from gloo while the interpreter ends would abort the process.
+        if backend in (stand_in.NAME, "nccl"):
+            # Threads of the stand-in are Python's. One that comes back from gloo while the interpreter ends would abort the process.
+            # So does torch's thread for NCCL if it asks the GPU while the driver shuts down.
             job = replace(job, tears_down=False)
         return replace(self, job=job)
 
@@ -165,6 +171,7 @@ def kind(
     names: Sequence[str] = (),
     needs_meetings: bool = False,
     needs_aborts: bool = False,
+    needs_host_waits: bool = False,
     is_apart: bool = False,
     store_on_rank_0: bool = False,
     resumed_after_s: float | None = None,
@@ -195,6 +202,7 @@ def kind(
             names=tuple(names),
             needs_meetings=needs_meetings,
             needs_aborts=needs_aborts,
+            needs_host_waits=needs_host_waits,
             is_variant=is_variant,
         )
         return program

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.helpers.divergences import all_kinds, outcome, plan_operations
-from tests.helpers.rank_programs import Results, start
+from tests.helpers.rank_programs import Results, no_preparation, start
 
 
 def main() -> None:
@@ -46,7 +46,9 @@ def main() -> None:
         jobs = {name: kind.job for name, kind in kinds.items()}
         if arguments.tear_down:
             jobs = {name: replace(job, tears_down=True) for name, job in jobs.items()}
-        runner = start(jobs, Path(folder), plan_operations)
+        # With a GPU, planning would use it, and the runner must not: its ranks are forked from it.
+        prepare = no_preparation if arguments.backend == "nccl" else plan_operations
+        runner = start(jobs, Path(folder), prepare)
         for name, kind in kinds.items():
             result = Results(Path(folder)).wait(name, 600)
             others = [rank for rank in range(kind.job.ranks) if rank != kind.job.odd]

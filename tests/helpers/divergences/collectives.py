@@ -40,7 +40,7 @@ def a_rank_clips_alone_with_torch(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["full_tensor"])
+@kind(names=["full_tensor"], needs_host_waits=True)
 def a_rank_asks_for_a_full_tensor(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -49,7 +49,7 @@ def a_rank_asks_for_a_full_tensor(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["state_dict"], ranks=3, odd=0)
+@kind(names=["state_dict"], ranks=3, odd=0, needs_host_waits=True)
 def a_rank_asks_for_a_full_state_dict(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -58,7 +58,7 @@ def a_rank_asks_for_a_full_state_dict(me: Rank) -> None:
     run.go_on()
 
 
-@kind(is_variant=True, names=["state_dict"])
+@kind(is_variant=True, names=["state_dict"], needs_host_waits=True)
 def a_rank_asks_for_a_full_optimizer_state_dict(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -67,7 +67,7 @@ def a_rank_asks_for_a_full_optimizer_state_dict(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["checkpoint"], odd=0)
+@kind(names=["checkpoint", "new_group"], odd=0)
 def a_rank_saves_alone(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -85,7 +85,7 @@ def a_rank_saves_alone_in_the_end(me: Rank) -> None:
         checkpoint.save(me.folder / "saved", run.model, run.optimizer)
 
 
-@kind(names=["checkpoint"])
+@kind(names=["checkpoint", "new_group"])
 def a_rank_saves_alone_in_the_background(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -104,7 +104,7 @@ def a_rank_loads_alone(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["all_reduce"], odd=0)
+@kind(names=["all_reduce"], odd=0, needs_host_waits=True)
 def a_rank_averages_its_loss_alone(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -140,7 +140,7 @@ def a_rank_clips_to_a_norm_of_another_order(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["Work.wait for all_reduce"], ranks=3)
+@kind(names=["Work.wait for all_reduce"], ranks=3, needs_host_waits=True)
 def a_rank_waits_for_a_collective_that_it_called_alone(me: Rank) -> None:
     run = Training(me)
     run.steps(2)
@@ -150,7 +150,7 @@ def a_rank_waits_for_a_collective_that_it_called_alone(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["recv"])
+@kind(names=["recv"], needs_meetings=True)
 def a_rank_receives_what_nobody_sends(me: Rank) -> None:
     run = Training(me)
     run.steps(2)

@@ -283,6 +283,14 @@ def a_rank_is_killed(me: Rank) -> None:
     run.go_on()
 
 
+@kind(is_variant=True, ranks=3, odd_ends="SIGKILL", names=["agreement on the model"])
+def a_rank_is_killed_before_its_first_forward(me: Rank) -> None:
+    run = Training(me)
+    if me.diverges():
+        os.kill(os.getpid(), signal.SIGKILL)
+    run.go_on()
+
+
 @kind(ranks=3, odd=0, odd_ends="SIGKILL", names=["layers", "root"], store_on_rank_0=True)
 def the_rank_with_the_store_is_killed(me: Rank) -> None:
     run = Training(me)

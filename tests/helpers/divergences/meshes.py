@@ -88,7 +88,13 @@ def a_replica_has_another_shape(me: Rank) -> None:
     Training(me, shard(Net(width=5 if odd_replica else 4), mesh=mesh)).go_on()
 
 
-@kind(api=WRAPPER, ranks=4, odd=3, names=["layers", "root"])
+@kind(
+    api=WRAPPER,
+    ranks=4,
+    odd=3,
+    odd_ends="DivergenceError or LifecycleError",
+    names=["layers", "root"],
+)
 def a_wrapped_hybrid_rank_does_not_sync(me: Rank) -> None:
     mesh = square("replicate", "shard")
     strategy = ShardingStrategy.HYBRID_SHARD

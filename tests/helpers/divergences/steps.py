@@ -394,7 +394,7 @@ def a_rank_guards_its_step_alone(me: Rank) -> None:
     run.go_on()
 
 
-@kind(names=["all_reduce"])
+@kind(names=["all_reduce"], needs_host_waits=True)
 def a_rank_fails_a_guarded_step_while_others_average(me: Rank) -> None:
     run = Training(me)
     run.steps(2)

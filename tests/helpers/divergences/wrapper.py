@@ -109,7 +109,7 @@ def a_wrapped_rank_clips_alone(me: Rank) -> None:
     run.go_on()
 
 
-@kind(api=WRAPPER, names=["layers", "root"])
+@kind(api=WRAPPER, odd_ends="DivergenceError or LifecycleError", names=["layers", "root"])
 def a_wrapped_rank_does_not_sync(me: Rank) -> None:
     run = Training(me, wrap(Net()))
     run.steps(2)

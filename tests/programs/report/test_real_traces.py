@@ -12,7 +12,7 @@ from fullshard.programs.report.analysis import Analysis
 from fullshard.programs.report.diagnosis import diagnose
 from fullshard.programs.report.run_files import read_run
 from fullshard.programs.report.timeline import mean_waits
-from fullshard.transport import spans
+from fullshard.tracing import recorder
 from tests.helpers.fake import fake_world
 from tests.helpers.models import make_decoder, tokens_for
 from tests.helpers.traces import HostClock, SlowAllGather
@@ -25,7 +25,7 @@ def test_a_gather_with_a_sleep_in_it_is_found_at_its_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = HostClock()
-    monkeypatch.setattr(spans, "host_ns", clock)
+    monkeypatch.setattr(recorder, "host_ns", clock)
     with fake_world(4):
         model: Any = shard(make_decoder(), FULLSHARD, Run())
         model.blocks[1].set_custom_all_gather(SlowAllGather(clock, PAUSE_S))

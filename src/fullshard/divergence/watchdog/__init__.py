@@ -15,7 +15,7 @@
     process       starts it once for a process
     process_end   what a process says before it ends
 
-The verdict is in `comm.verdict`, where waits look at it.
+The verdict is in `divergence.verdict`, where waits look at it.
 """
 
 from fullshard.divergence.watchdog.process import find_peers, introduce, start

@@ -23,6 +23,7 @@ from fullshard.divergence.journal import PROGRESS, Journal, journals
 from fullshard.divergence.verdict import VERDICT
 from fullshard.divergence.watchdog.answers import ASYNC_WAIT, Answer, GroupAnswer, History, Wait
 from fullshard.divergence.watchdog.connections import traffic
+from fullshard.mesh.backends import backends_in_use
 from fullshard.transport.monitor import POSITION
 from fullshard.transport.streams import comm_contexts
 
@@ -112,7 +113,7 @@ class Observer:
     def answer(self, states: Mapping[int, str], words: Mapping[int, tuple[str, str]]) -> Answer:
         """Return where this rank is, with the states and last words of other processes on this host."""
         wait = self.wait()
-        if wait is not None and wait.kind == "torch":
+        if wait is not None and wait.kind == "torch" and not _has_keepalives():
             wait = replace(wait, traffic=traffic(self._store_port))
         groups = {group_key(journal): _group_answer(journal) for journal in journals()}
         return Answer(
@@ -132,6 +133,10 @@ class Observer:
             states=states,
             words=words,
         )
+
+
+def _has_keepalives() -> bool:
+    return any(each.has_keepalives for each in backends_in_use())
 
 
 def _group_answer(journal: Journal) -> GroupAnswer:

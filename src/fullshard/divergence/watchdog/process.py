@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -30,6 +31,10 @@ from fullshard.divergence.watchdog.thread import (
     say_farewell,
 )
 from fullshard.mesh.backends import backends_in_use, backends_of
+from fullshard.transport.streams import comm_contexts
+
+SHUTDOWN_LOOK_S = 0.005
+"""How often it is asked whether devices are done, before a process group is destroyed."""
 
 
 def start() -> None:
@@ -45,6 +50,8 @@ def start() -> None:
             running.end()
         if any(not each.is_on_stream for each in backends_in_use()):  # waits block the host
             torch_border.observe_waits()
+        if any(each.has_aborts for each in backends_in_use()):
+            torch_border.before_shutdown(_await_devices)
         Current.watchdog = Watchdog(group, thread=threading.get_ident())
         process_end.at_end(_process_ends, of_thread=_thread_ends, forked=_forget)
 
@@ -76,6 +83,21 @@ def announce() -> None:
         ):  # the store is gone, and the next who needs it says so
             store = OpenStore(torch_border.default_store(), PREFIX)
             Peers(store, register(group.rank())).announce()
+
+
+def _await_devices() -> None:
+    """Wait for collectives that devices have left to do before a process group is destroyed. Not if an error is on its way.
+
+    torch waits for them, too, and holds meanwhile what an abort needs.
+
+    Raises:
+        DivergenceError: they were aborted, or will never end.
+    """
+    while VERDICT.watched and not VERDICT.taken and sys.exc_info()[1] is None:
+        VERDICT.raise_if_diverged()
+        if not any(context.is_behind() for context in comm_contexts()):
+            return
+        time.sleep(SHUTDOWN_LOOK_S)
 
 
 def introduce() -> None:

@@ -52,6 +52,7 @@ from fullshard.divergence.watchdog.store_client import (
     StoreFailedError,
     StoreOperations,
 )
+from fullshard.mesh.backends import abort_all
 from fullshard.transport.monitor import POSITION
 
 logger = logging.getLogger("fullshard")
@@ -489,6 +490,10 @@ class Watchdog:
             return  # the program has left the process group since, and may have made another one
         VERDICT.message = message
         if self._comes_back(RELEASE_S):
+            if not VERDICT.taken and torch_border.pending_in_backend():
+                # It seems to run, but may be blocked in a launch, or wait for the device. What that computes from now on is void.
+                abort_all()
+                release.raise_in(self._observer.thread, message)
             return
         release.abort_collectives(self._port)
         if self._comes_back(RELEASE_S):

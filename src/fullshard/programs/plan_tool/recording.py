@@ -38,7 +38,7 @@ from fullshard.programs.plan_tool.program import (
     Wait,
 )
 from fullshard.storage.buffers import Buffer
-from fullshard.transport.spans import ALLOCATOR_EVERY_NS, HostClock, Mark, Named, TraceRecorder
+from fullshard.tracing.recorder import ALLOCATOR_EVERY_NS, HostClock, Mark, Named, TraceRecorder
 from fullshard.virtual import observer, torch_internals
 from fullshard.virtual.device import META, VirtualDevice, VirtualEvent
 from fullshard.virtual.observer import Call, CollectiveCall

@@ -23,9 +23,9 @@ from fullshard.programs.plan_tool.training_step import TrainingStep
 from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.model_source import ModelSource
 from fullshard.tracing.group_facts import states_in
+from fullshard.tracing.recorder import TraceRecorder
 from fullshard.tracing.schema import Trace
 from fullshard.tracing.trace import attach, contexts_of, export
-from fullshard.transport.spans import TraceRecorder
 from fullshard.virtual.device import META
 from fullshard.virtual.groups import virtual_process_group
 from fullshard.virtual.without_values import without_values

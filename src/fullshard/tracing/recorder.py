@@ -1,4 +1,4 @@
-"""What a step does and when, recorded for `tracing` to export.
+"""The recorder of a trace: what a step does and when, for `trace` to export.
 
 `TraceRecorder` observes a step. Spans are kept as small tuples, and named and converted when the recording is over.
 
