@@ -46,7 +46,7 @@ from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.load_plan import compare as compare_with_source
 from fullshard.checkpoint.manifest import FileRecord, Manifest
 from fullshard.checkpoint.rank_group import RankGroup
-from fullshard.checkpoint.save_plan import make_plan
+from fullshard.checkpoint.save_plan import new_checkpoint
 from fullshard.checkpoint.sources.stored_checkpoint import StoredCheckpoint
 from fullshard.programs.train.processes import run_in_processes
 
@@ -265,7 +265,7 @@ def plan_times(world: int, layers: int) -> dict[str, float]:
             }
         found: dict[str, float] = {}
         began = time.perf_counter()
-        plan = make_plan(SimulatedRankGroup(), "unused", model, optimizer, {"step": 1}, None)
+        plan = new_checkpoint(SimulatedRankGroup(), "unused", model, optimizer, {"step": 1}, None)
         found["write"] = time.perf_counter() - began
         began = time.perf_counter()
         text = manifests.text_of(

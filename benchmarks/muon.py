@@ -64,7 +64,7 @@ def bytes_on_the_wire(optimizer: Muon, itemsize: int) -> tuple[float, float]:
     sent = got = 0
     for group in optimizer.param_groups:
         if group["use_muon"]:
-            for _, _, buckets in optimizer._plan_of(group["params"])._parts:
+            for _, _, buckets in optimizer._orthogonalizer_of(group["params"])._parts:
                 for bucket in buckets:
                     sent += sum(bucket.sent.sizes[1:]) + sum(bucket.scattered.sizes[1:])
                     got += sum(bucket.gathered.sizes[1:]) + sum(bucket.received.sizes[1:])

@@ -80,7 +80,7 @@ def test_a_program_sees_what_python_shows_it_and_ends_as_there(
     [
         (["nowhere.py"], 2, "can't open file 'nowhere.py': [Errno 2] No such file or directory"),
         (["-m", "nowhere.at_all"], 1, "No module named nowhere.at_all"),
-        (["-m", "fullshard.plan"], 1, "No module named fullshard.plan.__main__; "),
+        (["-m", "fullshard.layout"], 1, "No module named fullshard.layout.__main__; "),
         ([], 2, "name a script, or a module after -m\nusage: run [--list] script.py"),
         (["--what", "script.py"], 2, "--what is no option"),
         (["-m"], 2, "-m needs the name of a module"),

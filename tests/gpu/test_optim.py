@@ -107,8 +107,8 @@ def test_compiled_updates_in_8_bits_are_those_of_operators_also_when_they_are_re
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        units = optimizers[0]._plan.units
-        assert any(repeat is not None for unit in units for repeat in unit.repeats.values())
+        strips = optimizers[0]._blocks.strips
+        assert any(repeat is not None for strip in strips for repeat in strip.repeats.values())
         others = sum(
             int(((plain(param) - plain(twin)).abs() > 1e-5).sum()) for param, twin in pairs
         )

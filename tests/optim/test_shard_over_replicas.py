@@ -36,7 +36,7 @@ from fullshard import (
 from fullshard.engine.tensor_trees import map_tensors
 from fullshard.mesh.backends import NOTHING
 from fullshard.optim import EMA, AdamW8bit, Muon, ShardedOptimizer, param_cuts
-from fullshard.optim.eight_bit import units as block_units
+from fullshard.optim.eight_bit import strips as block_strips
 from fullshard.optim.fused_shards import local_of
 from fullshard.sharded_grad_scaler import ShardedGradScaler
 from fullshard.wrap import ModuleWrapPolicy
@@ -511,7 +511,7 @@ def refusals() -> list[str]:
     )
     with (
         patch.object(param_cuts, "backend_of", return_value=NOTHING),
-        patch.object(block_units, "backend_of", return_value=NOTHING),
+        patch.object(block_strips, "backend_of", return_value=NOTHING),
     ):
         for make in (partial(over_replicas, optim.AdamW), Muon):
             refuse(lambda make=make: make(matrices_of(model)), ConfigurationError)

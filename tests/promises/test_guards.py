@@ -40,7 +40,7 @@ from fullshard.divergence import step_guard
 from fullshard.features import clip_grad
 from fullshard.fsdp1.wrapper_options import choose_device
 from fullshard.optim import EMA, AdamW8bit, ShardedOptimizer, ema, sharded_optimizer
-from fullshard.optim.eight_bit import adamw8bit, units as block_units
+from fullshard.optim.eight_bit import adamw8bit, strips as block_strips
 from fullshard.optim.param_cuts import cuts_of_members
 from fullshard.tracing.group_facts import states_in
 from tests.helpers.fake import fake_world
@@ -162,7 +162,7 @@ fsdp1/state_dicts/optimizer_params.py::refuse_unknown_params
 fsdp1/state_dicts/optimizer_params.py::warn_deprecated
     and choose the kind of state | fsdp1/test_wrapper_optimizer_states::test_old_methods_say_what_replaces_them | fsdp1/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
     optim_input is deprecated | fsdp1/test_wrapper_optimizer_states::test_old_methods_say_what_replaces_them | fsdp1/test_wrapper_optimizer_states::test_state_dicts_are_those_of_torch
-fsdp1/state_dicts/optimizer_state_reports.py::plan_states
+fsdp1/state_dicts/optimizer_state_reports.py::agreed_states
      | fsdp1/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | fsdp1/test_wrapper_optimizer_states::test_unusual_state_is_kept
 fsdp1/state_dicts/optimizer_state_reports.py::_refuse_unreadable
      | fsdp1/test_wrapper_optimizer_states::test_what_cannot_be_accounted_for_is_refused_by_name_on_all_ranks | fsdp1/test_wrapper_optimizer_states::test_checkpoints_cross_over_from_torch_and_to_torch
@@ -421,7 +421,7 @@ optim/eight_bit/adamw8bit.py::AdamW8bit._join
      | optim/eight_bit/test_adamw8bit::test_what_it_cannot_update_is_refused_with_all_names_on_every_rank | optim/eight_bit/test_adamw8bit::test_state_of_adamw_is_loaded_as_it_is_and_the_other_way_round
 optim/eight_bit/adamw8bit.py::AdamW8bit.step
     cannot be captured | promises/test_guards::test_what_counts_on_the_host_is_refused_within_a_capture | optim/eight_bit/test_adamw8bit::test_every_mesh_has_the_same_bits
-optim/eight_bit/units.py::_OneShard.__init__
+optim/eight_bit/strips.py::_OneShard.__init__
     fill a range of memory | promises/test_guards::test_blocks_are_ranges_of_memory | promises/test_guards::test_blocks_are_ranges_of_memory
 optim/ema.py::EMA._check_params
      | optim/test_ema::test_mistakes_are_named_with_their_remedy | optim/test_ema::test_averages_of_16_bits_are_kept_in_32_and_tensors_stay_sharded
@@ -786,8 +786,8 @@ def test_averages_replace_parameters_once():
 def test_blocks_are_ranges_of_memory(monkeypatch: pytest.MonkeyPatch):
     holes = nn.Parameter(torch.zeros(4, 4)[:, ::2])
     with pytest.raises(UnsupportedError, match="fill a range of memory"):
-        block_units._OneShard(holes, "weight")
-    block_units._OneShard(nn.Parameter(torch.zeros(4, 2).t()), "weight")
+        block_strips._OneShard(holes, "weight")
+    block_strips._OneShard(nn.Parameter(torch.zeros(4, 2).t()), "weight")
     cuts_of_members([holes])
     monkeypatch.setattr(
         sys.modules[cuts_of_members.__module__], "_flat_and_parallel", lambda _: ["w"]

@@ -107,7 +107,7 @@ def test_nothing_is_different_without_a_monitor(monkeypatch: pytest.MonkeyPatch)
     with fake_world(2):
         expected = train(sharded())
         monkeypatch.setattr(monitor, "_installed", monitor.IDLE)
-        monkeypatch.setattr(divergence, "install", lambda: None)
+        monkeypatch.setattr(divergence, "install", lambda **_: None)
         found = train(sharded())
         assert monitor.monitor() is monitor.IDLE
     assert all(map(torch.equal, expected, found))

@@ -1,4 +1,4 @@
-"""What ranks that save together agree on, after each has read its own state off the model.
+"""Agreement of ranks that save together, after each has read its own state off the model.
 
 Mostly all ranks have the same outline, and a digest shows it. Ranks may also know different things:
 
@@ -37,10 +37,10 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What will be saved, without data."""
+    """The content of a save, without data."""
 
     tensors: Mapping[str, StoredTensor]
-    """By key; their shardings name all holders."""
+    """Tensors by key; their shardings name all holders."""
     tied: Mapping[str, str] = field(default_factory=dict)
     optimizer: Tree | None = None
     held: frozenset[str] = frozenset()
@@ -126,8 +126,8 @@ def agreed(own: Outline, reported: Mapping[int, Outline], rank: int) -> Outline:
     """Return the outline of all ranks, from the reports of all ranks. It is the same on each of them.
 
     Args:
-        own: What this rank has.
-        reported: What each rank reports.
+        own: This rank's content.
+        reported: Reports of the ranks.
         rank: This rank.
 
     Raises:
@@ -156,8 +156,8 @@ def check_optimizer_classes(kinds: Mapping[int, str | None], task: Literal["save
     """Raise unless all ranks have passed an optimizer of one class, or none has passed one.
 
     Args:
-        kinds: By rank, the name of the class, or None.
-        task: What the ranks do together.
+        kinds: Name of the class by rank, or None.
+        task: The ranks' common task.
     """
     ranks_by_kind: dict[str, list[int]] = {}
     for rank, kind in kinds.items():

@@ -52,13 +52,13 @@ class Base:
     content: str
     """Digest of all elements of its model."""
     save: str
-    """What tells one save of our own format from all others; empty for other formats."""
+    """Identity of a save of our own format, different from that of all others; empty for other formats."""
 
     def __post_init__(self) -> None:
         local_path(self.path)
 
     def record(self, checkpoint: Path) -> BaseRecord:
-        """Return what a checkpoint that leaves the frozen parameters out says of it."""
+        """Return the record of it in a checkpoint that leaves the frozen parameters out."""
         relative = os.path.relpath(self.path, os.path.abspath(checkpoint))
         return BaseRecord(str(self.path), relative, self.digest, self.content, self.save)
 
@@ -80,7 +80,7 @@ def content_digest(source: Source, rank_group: RankGroup) -> str:
     """Return a text that only checkpoints with the same model have. Ranks read the model once, together."""
     turn, turns = rank_group.ranks.index(rank_group.rank), len(rank_group.ranks)
     shares = rank_group.collect(rank_group.on_each(lambda: _digest_of_share(source, turn, turns)))
-    # A sum does not depend on who has read what.
+    # A sum does not depend on which rank has read what.
     return f"{sum(int(share, 16) for share in shares) % (1 << 256):064x}"
 
 
@@ -104,7 +104,7 @@ def _digest_of_share(source: Source, turn: int, turns: int) -> str:
 
 
 def save_of(source: Source) -> str:
-    """Return what tells this save from all others, or "" if it is not of our own format."""
+    """Return the identity of this save among all others, or "" if it is not of our own format."""
     if not isinstance(source, StoredCheckpoint):
         return ""
     manifest = source.manifest

@@ -127,11 +127,11 @@ class Snapshot:
 _BEFORE_STEP: weakref.WeakKeyDictionary[Optimizer, list[Callable[[], None]]] = (
     weakref.WeakKeyDictionary()
 )
-"""What is called once before the next step of an optimizer."""
+"""Functions to call once before the next step of an optimizer."""
 
 
 def _before_next_step(optimizer: Optimizer) -> list[Callable[[], None]]:
-    """Return the list of what is called once before the optimizer's next step.
+    """Return the list of functions to call once before the optimizer's next step.
 
     Its hook stays. A hook that removes itself breaks the step if there is another one behind it, since torch walks
     through the hooks.

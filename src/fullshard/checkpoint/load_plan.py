@@ -108,7 +108,7 @@ def load_source(
 
 @dataclass(slots=True)
 class Comparison:
-    """What model and optimizer take from a source, and why they cannot."""
+    """Comparison of model and optimizer with a source: targets, and the faults for which they cannot take it."""
 
     source: Source
     targets: list[Target]

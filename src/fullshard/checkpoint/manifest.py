@@ -82,9 +82,9 @@ class BaseRecord:
     """The checkpoint that has the frozen parameters, which this one leaves out. See `base_weights`."""
 
     path: str
-    """Absolute."""
+    """Absolute path."""
     relative: str
-    """From this checkpoint's folder: both may have been moved together."""
+    """Path from this checkpoint's folder: both may have been moved together."""
     digest: str
     content: str = ""
     """Empty in older manifests, as is `save`."""
@@ -99,7 +99,7 @@ class Manifest:
     """The folder of the tensor files, beside the manifest."""
     world: int
     tensors: Mapping[str, StoredTensor]
-    """By key, tied ones once."""
+    """Tensors by key, tied ones once."""
     files: Mapping[int, FileRecord]
     """Files by the rank that wrote them; a rank that had nothing to write has none."""
     tied: Mapping[str, str] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from fullshard.checkpoint.base_weights import Base
 from fullshard.checkpoint.folders.process_exit import join_at_exit
 from fullshard.checkpoint.host_copies import HostMemory, Snapshot
 from fullshard.checkpoint.rank_group import RankGroup
-from fullshard.checkpoint.save_plan import OnProgress, Saved, log, make_plan, write
+from fullshard.checkpoint.save_plan import OnProgress, Saved, log, new_checkpoint, write
 from fullshard.errors import CheckpointError, ConfigurationError
 from fullshard.mesh import axes as mesh
 from fullshard.optim import EMA
@@ -62,8 +62,8 @@ def save(
     """
     rank_group = RankGroup(process_group, "save")
     _finish_previous(rank_group, "wait")
-    plan = make_plan(rank_group, path, model, optimizer, extra, keep_last, ema, base)
-    return write(rank_group, plan, on_progress)
+    new = new_checkpoint(rank_group, path, model, optimizer, extra, keep_last, ema, base)
+    return write(rank_group, new, on_progress)
 
 
 def async_save(
@@ -105,16 +105,16 @@ def async_save(
         raise ConfigurationError(f"when_busy must be 'wait' or 'refuse', got {when_busy!r}.")
     rank_group = RankGroup(process_group, "save")
     _finish_previous(rank_group, when_busy)
-    plan = make_plan(rank_group, path, model, optimizer, extra, keep_last, ema, base)
+    new = new_checkpoint(rank_group, path, model, optimizer, extra, keep_last, ema, base)
     thread_ranks = _rank_group_of_threads(process_group)
     # This must be the last step that can fail: after it the copies are under way, and the thread must keep them.
-    snapshot = rank_group.on_each(lambda: Snapshot([local for _, local in plan.own], _host_memory))
+    snapshot = rank_group.on_each(lambda: Snapshot([local for _, local in new.own], _host_memory))
     snapshot.hold_back(optimizer, ema)
-    plan.own = [(key, copy) for (key, _), copy in zip(plan.own, snapshot.copies, strict=True)]
+    new.own = [(key, copy) for (key, _), copy in zip(new.own, snapshot.copies, strict=True)]
 
     def finish() -> Saved:
         thread_ranks.on_each(snapshot.wait)
-        return write(thread_ranks, plan, on_progress)
+        return write(thread_ranks, new, on_progress)
 
     return PendingSave(finish, snapshot)
 

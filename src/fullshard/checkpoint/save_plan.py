@@ -1,6 +1,6 @@
 """Writing a checkpoint: every rank writes its cells, and the first rank publishes.
 
-    plan      every rank computes who writes what; ranks compare digests, and send more only if these differ
+    plan      every rank computes which rank writes what; ranks compare digests, and send more only if these differ
               (`agreement`)
     write     one file for each rank, flushed; then each rank reads the file of another rank
     publish   the manifest, by a rename; only then are old data removed
@@ -79,7 +79,7 @@ def speed(nbytes: int, seconds: float) -> str:
 
 
 @dataclass(slots=True)
-class Plan:
+class NewCheckpoint:
     """A checkpoint to be written, as one rank sees it."""
 
     path: Path
@@ -103,12 +103,12 @@ class Plan:
         return sum(local.nbytes for _, local in self.own)
 
 
-# --- the plan --------------------------------------------------------------------------------------
+# --- which rank writes what -----------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _LocalContent:
-    """What one rank has to save, before it has compared that with other ranks."""
+    """One rank's content to save, before it was compared with that of other ranks."""
 
     path: Path
     tensors: list[LocalTensor]
@@ -116,7 +116,7 @@ class _LocalContent:
     extra: Any
 
 
-def make_plan(
+def new_checkpoint(
     rank_group: RankGroup,
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -125,8 +125,8 @@ def make_plan(
     keep_last: int | None,
     ema: EMA | None = None,
     base: Base | None = None,
-) -> Plan:
-    """Return what will be written, and by which ranks. It is the same on all ranks, or an error on all."""
+) -> NewCheckpoint:
+    """Return the new checkpoint, and which rank writes what. It is the same on all ranks, or an error on all."""
     own = rank_group.on_each(
         lambda: _collect(rank_group, path, model, optimizer, extra, keep_last, ema, base)
     )
@@ -136,7 +136,7 @@ def make_plan(
         key: replace(stored, sharding=_with_one_writer(stored.sharding, turns[key]))
         for key, stored in outline.tensors.items()
     }
-    return Plan(
+    return NewCheckpoint(
         path=own.path,
         keep_last=keep_last,
         run=None if keep_last is None else training_run_of(model),
@@ -221,7 +221,7 @@ def _check_trains(
 
 
 def _agreed(rank_group: RankGroup, own: _LocalContent) -> Outline:
-    """Return what all ranks have together. If all have the same, only a digest is sent."""
+    """Return the ranks' common outline. If all have the same, only a digest is sent."""
     facts = rank_group.collect((own.outline.digest(), own.extra is not None))
     with_extra = [
         rank for rank, (_, has_extra) in zip(rank_group.ranks, facts, strict=True) if has_extra
@@ -256,29 +256,29 @@ def _with_one_writer(sharding: Sharding, turn: int) -> Sharding:
 # --- writing ---------------------------------------------------------------------------------------
 
 
-def write(rank_group: RankGroup, plan: Plan, on_progress: OnProgress | None = None) -> Saved:
-    """Write what was planned, read it back, and publish it."""
+def write(
+    rank_group: RankGroup, new: NewCheckpoint, on_progress: OnProgress | None = None
+) -> Saved:
+    """Write the planned files, read them back, and publish them."""
     save: UnfinishedSave | None = None
 
     def begin() -> tuple[str, bool]:
         nonlocal save
         # All ranks use the first rank's path: others may have another argument or another working folder.
-        save = publication.begin(plan.path)
+        save = publication.begin(new.path)
         return str(save.folder), manifests.text_in(save.path) is not None
 
     try:
         begun, replaces = rank_group.on_first(begin)
         folder = Path(begun)
         record = rank_group.on_each(
-            lambda: _write_own_file(folder, rank_group.rank, plan, on_progress)
+            lambda: _write_own_file(folder, rank_group.rank, new, on_progress)
         )
-        manifest = _manifest(rank_group, plan, folder, rank_group.collect(record))
+        manifest = _manifest(rank_group, new, folder, rank_group.collect(record))
         # All data are read back if older data will be removed afterwards.
-        thorough = replaces or plan.run is not None
+        thorough = replaces or new.run is not None
         rank_group.on_each(lambda: _read_back(rank_group, folder.parent, manifest, thorough))
-        removed = rank_group.on_first(
-            lambda: () if save is None else _publish(save, plan, manifest)
-        )
+        removed = rank_group.on_first(lambda: () if save is None else _publish(save, new, manifest))
     except FullshardError as error:  # the same on all ranks
         try:
             rank_group.on_first(lambda: None if save is None else save.abandon())
@@ -290,18 +290,18 @@ def write(rank_group: RankGroup, plan: Plan, on_progress: OnProgress | None = No
             save.abandon()
         raise
     nbytes = sum(record.nbytes for record in manifest.files.values())
-    saved = Saved(folder.parent, nbytes, time.perf_counter() - plan.began, removed)
+    saved = Saved(folder.parent, nbytes, time.perf_counter() - new.began, removed)
     if rank_group.is_first:
         log.info("%s", saved)
     return saved
 
 
 def _write_own_file(
-    folder: Path, rank: int, plan: Plan, on_progress: OnProgress | None
+    folder: Path, rank: int, new: NewCheckpoint, on_progress: OnProgress | None
 ) -> FileRecord | None:
-    if not plan.own:
+    if not new.own:
         return None
-    total, done = plan.nbytes, 0
+    total, done = new.nbytes, 0
 
     def count(nbytes: int) -> None:
         nonlocal done
@@ -310,7 +310,7 @@ def _write_own_file(
             on_progress(done, total)
 
     entries = [
-        NewEntry(key, local.dtype, tuple(local.shape), _fetching(local)) for key, local in plan.own
+        NewEntry(key, local.dtype, tuple(local.shape), _fetching(local)) for key, local in new.own
     ]
     return write_file(folder / file_name(rank), entries, on_bytes=count)
 
@@ -320,21 +320,21 @@ def _fetching(local: Tensor) -> Callable[[], Tensor]:
 
 
 def _manifest(
-    rank_group: RankGroup, plan: Plan, folder: Path, records: Sequence[FileRecord | None]
+    rank_group: RankGroup, new: NewCheckpoint, folder: Path, records: Sequence[FileRecord | None]
 ) -> Manifest:
     return Manifest(
         data=folder.name,
         world=max(rank_group.ranks) + 1,
-        tensors=plan.tensors,
+        tensors=new.tensors,
         files={
             rank: record
             for rank, record in zip(rank_group.ranks, records, strict=True)
             if record is not None
         },
-        tied=plan.tied,
-        optimizer=plan.optimizer,
-        extra=plan.extra,
-        base=None if plan.base is None else plan.base.record(folder.parent),
+        tied=new.tied,
+        optimizer=new.optimizer,
+        extra=new.extra,
+        base=None if new.base is None else new.base.record(folder.parent),
     )
 
 
@@ -360,14 +360,14 @@ def _read_back(rank_group: RankGroup, path: Path, manifest: Manifest, thorough: 
         )
 
 
-def _publish(save: UnfinishedSave, plan: Plan, manifest: Manifest) -> tuple[Path, ...]:
+def _publish(save: UnfinishedSave, new: NewCheckpoint, manifest: Manifest) -> tuple[Path, ...]:
     """Publish a checkpoint, and return the older ones that were removed for it."""
-    run = plan.run
+    run = new.run
     beside = publication.survey(save.path.parent, with_files=False)
     record = None if run is None else run.record_for(save.path, beside)
     manifest = publication.stamped(replace(manifest, run=record), beside)
-    if run is None or plan.keep_last is None:
+    if run is None or new.keep_last is None:
         publication.publish(save, manifest)
         return ()
     run.keep_locked(publication.publish(save, manifest, keep_lock=True))
-    return remove_old_checkpoints(save.path, manifest, plan.keep_last)
+    return remove_old_checkpoints(save.path, manifest, new.keep_last)

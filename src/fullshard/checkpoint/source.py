@@ -1,4 +1,4 @@
-"""What every checkpoint format can be asked for: names, shapes, and blocks of tensors.
+"""Interface of every checkpoint format: names, shapes, and blocks of tensors.
 
 Keys of tensors are
 
@@ -34,7 +34,7 @@ is the optimizer's own."""
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a stored tensor without reading it."""
+    """Facts of a stored tensor that are known without reading it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Source(Protocol):
 
     path: Path
     format: str
-    """For messages: "fullshard", "Hugging Face", "DCP", "torch"."""
+    """The name in messages: "fullshard", "Hugging Face", "DCP", "torch"."""
 
     tensors: Mapping[str, TensorInfo]
     """All tensors by key; tied ones under one of their names."""
@@ -67,7 +67,7 @@ class Source(Protocol):
     numbers, strings, None, 0-d tensors and `TensorRef`s."""
 
     extra: Any
-    """What the user saved beside model and optimizer: any value that JSON can hold."""
+    """The user's value beside model and optimizer: any value that JSON can hold."""
 
     def read(self, key: str, wanted: Block, out: Tensor) -> None:
         """Read a block into ``out``, a CPU tensor of the block's shape and the stored dtype, strided or not."""

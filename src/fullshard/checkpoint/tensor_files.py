@@ -77,7 +77,7 @@ def write_file(
     aligned, and otherwise in the given order. If it fails, the file is removed.
 
     Args:
-        path: Where no file is yet.
+        path: A path without a file.
         entries: The tensors, with different keys.
         on_bytes: Called with the number of bytes after each write.
     """
@@ -231,12 +231,12 @@ class TensorFile:
 
     Args:
         path: A regular file. With a ``record`` it may not be a link; without one it may be, as in Hugging Face's caches.
-        record: What the manifest says of it; None for a file that others wrote, which has no checksums.
+        record: Its record in the manifest; None for a file that others wrote, which has no checksums.
     """
 
     path: Path
     entries: Mapping[str, FileEntry]
-    """By key, in the order of the data."""
+    """Entries by key, in the order of the data."""
     metadata: Mapping[str, str]
 
     def __init__(self, path: Path, record: FileRecord | None) -> None:
@@ -417,7 +417,7 @@ class TensorFile:
 
 
 class _Descriptor:
-    """An open file that is closed when nobody refers to it any more."""
+    """An open file that is closed with the last reference to it."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -29,7 +29,7 @@ class CheckedBlock(ABC):
     @property
     @abstractmethod
     def program(self) -> list[Entry]:
-        """What the host has issued so far."""
+        """The accesses, marks and waits that the host has issued so far."""
 
     @property
     @abstractmethod
@@ -46,7 +46,7 @@ class CheckedBlock(ABC):
 
     @property
     def accesses(self) -> int:
-        """How many accesses there were so far."""
+        """Number of accesses so far."""
         return sum(isinstance(each, Access) for each in self.program)
 
     def __enter__(self) -> Self:

@@ -40,11 +40,11 @@ class CudaStreamCheck(CheckedBlock):
         self._entries: list[Entry] = []
         self._names: list[str] = []
         self._streams: dict[int, int] = {}
-        """By torch's handle of a stream, its number here."""
+        """Numbers of streams, by torch's handle."""
         self._memory: dict[int, int] = {}
-        """By address, the number of the memory that is there now."""
+        """Number of the memory that is now at each address."""
         self._storages: dict[int, int] = {}
-        """By the number of a memory, the storage seen in it last."""
+        """The storage seen last in each memory, by its number."""
         self._never_reused: set[int] = set()
         self._numbers = itertools.count(1)
         self._waiting: int | None = None
@@ -52,7 +52,7 @@ class CudaStreamCheck(CheckedBlock):
 
     @property
     def program(self) -> list[Entry]:
-        """What the host has issued so far."""
+        """The accesses, marks and waits that the host has issued so far."""
         return self._entries
 
     @property
@@ -81,7 +81,7 @@ class CudaStreamCheck(CheckedBlock):
     # --- operations -------------------------------------------------------------------------------
 
     def operated(self, call: Call) -> None:
-        """Note what an operation reads and writes."""
+        """Note the reads and writes of an operation."""
         stream = self._current()
         signature = torch_border.signature_of(call.operator)
         if signature.name == "record_stream":

@@ -29,9 +29,9 @@ def debug(*what: str, world_size: int | None = None, host_memory: bool = False) 
         *what: ``"order"``: before every collective, on every backend, the ranks check that they call the same one.
             ``"streams"``: at the end of the ``with`` block, prove that streams and events order all accesses to the same
             memory, on a GPU or on tensors of the meta device; see docs/streams.md. Races are a `StreamOrderError`.
-        world_size: Of ``"streams"`` on the meta device, where the program is rank 0 of so many ranks that do not exist. None
+        world_size: Ranks for ``"streams"`` on the meta device: the program is rank 0 of so many that do not exist. None
             means the GPU, or 8 ranks on a machine without one.
-        host_memory: Of ``"streams"`` on the meta device: whether tensors of the CPU are memory without values, which the device
+        host_memory: For ``"streams"`` on the meta device: whether tensors of the CPU are memory without values, which the device
             copies from and to, as with `CPUOffloadPolicy`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What memory is for, by name: shards, gather buffers, reduce buffers and gradients of the groups of this process."""
+"""Names of memory by purpose: shards, gather buffers, reduce buffers and gradients of the groups of this process."""
 
 from __future__ import annotations
 

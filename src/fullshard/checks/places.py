@@ -1,4 +1,4 @@
-"""Where in code the host is, as far as a reader wants to know: lines of fullshard and of the user, none of torch."""
+"""Places in code where the host is, as far as readers want to know: lines of fullshard and of the user, none of torch."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _at(place: Place) -> list[str]:
 
 
 def stream_namer(names: Sequence[str]) -> StreamName:
-    """Return what names a stream by its number."""
+    """Return a function that names a stream by its number."""
 
     def name(stream: int) -> str:
         if stream == HOST:

@@ -17,11 +17,11 @@ class Region(NamedTuple):
 
     begin: int
     end: int
-    """Behind the last byte."""
+    """The byte behind the last one."""
     run: int
-    """How many bytes follow each other; the whole range if there are no gaps."""
+    """Number of bytes that follow each other; the whole range if there are no gaps."""
     steps: tuple[tuple[int, int], ...] = ()
-    """How many runs there are and the bytes from one to the next, for each dimension with gaps, largest step first."""
+    """Number of runs and the bytes from one to the next, for each dimension with gaps, largest step first."""
 
     def covers(self, other: Region) -> bool:
         """Return whether all bytes of another region are among these; False also where that takes long to find out."""

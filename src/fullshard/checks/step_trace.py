@@ -42,26 +42,26 @@ class StepTrace(DeviceObserver):
         """The device that tells; set when there is one."""
         self._communicators: dict[Any, int] = {}
         self._marked_by: dict[int, int] = {}
-        """By event, the stream whose end it marks."""
+        """The stream whose end each event marks."""
 
     # --- accesses ---------------------------------------------------------------------------------
 
     def operated(self, stream: int, call: Call) -> None:
-        """Note what an operation reads and writes."""
+        """Note the reads and writes of an operation."""
         if self.device.is_building:
             return
         read, written = read_and_written(call)
         self._access(stream, str(call.operator), read, written)
 
     def computed(self, call: Call, meta: Call) -> None:
-        """Note what the host reads and writes."""
+        """Note the reads and writes of the host."""
         read, written = read_and_written(call)
         self._access(HOST, str(call.operator), read, written)
 
     def fused(
         self, stream: int, name: str, read: Sequence[Tensor], written: Sequence[Tensor]
     ) -> None:
-        """Note what a fused kernel reads and writes."""
+        """Note the reads and writes of a fused kernel."""
         self._access(stream, name, read, written)
 
     def transferred(self, stream: int, transfer: Transfer) -> None:

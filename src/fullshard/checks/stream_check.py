@@ -35,7 +35,7 @@ class StreamCheck(CheckedBlock):
 
     @property
     def program(self) -> list[Entry]:
-        """What the host has issued so far."""
+        """The accesses, marks and waits that the host has issued so far."""
         return self._trace.entries
 
     @property

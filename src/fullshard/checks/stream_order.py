@@ -27,7 +27,7 @@ from fullshard.checks.regions import EVERYTHING, Region, overlap
 from fullshard.virtual.observer import HOST
 
 Place: TypeAlias = tuple[str, ...]
-"""Where in code the host was: the innermost line first. Empty for what torch does by itself."""
+"""Lines of code where the host was, the innermost first. Empty for what torch does by itself."""
 
 
 class Access(NamedTuple):
@@ -79,24 +79,24 @@ class Race(NamedTuple):
     """Two accesses that no marks and waits order."""
 
     earlier: Access
-    """As the host issued them."""
+    """The access that the host issued first."""
     later: Access
     given_back: Place | None
-    """Where the earlier one's memory was given back, if the later one is to other memory, which may be the same."""
+    """Place where the earlier one's memory was given back, if the later one is to other memory, which may be the same."""
 
 
 class _Known(NamedTuple):
     """An access that later ones may conflict with."""
 
     time: int
-    """On its stream."""
+    """Its time on its stream."""
     access: Access
     region: Region
     given_back: Place | None = None
 
 
 Clock: TypeAlias = dict[int, int]
-"""By stream, how many of its accesses are known."""
+"""Number of known accesses of each stream."""
 
 
 def find_races(program: Iterable[Entry], without: Collection[Place] = ()) -> list[Race]:
@@ -114,19 +114,19 @@ def find_races(program: Iterable[Entry], without: Collection[Place] = ()) -> lis
 
 
 class Order:
-    """What each stream knows, and the accesses to each memory."""
+    """The accesses that each stream knows, and the accesses to each memory."""
 
     def __init__(self) -> None:
         self.races: dict[object, Race] = {}
         self._clocks: defaultdict[int, Clock] = defaultdict(dict)
         self._marks: dict[int, Clock] = {}
-        """By event."""
+        """The clock that each event marks."""
         self._accesses: defaultdict[int, list[_Known]] = defaultdict(list)
-        """By memory."""
+        """Accesses to each memory."""
         self._pool_of: dict[int, int] = {}
-        """By memory, the stream that took it."""
+        """The stream that took each memory."""
         self._pools: defaultdict[int, dict[int, _Known]] = defaultdict(dict)
-        """By pool and stream, the latest access to what was given back: whoever knows it knows those before."""
+        """The latest access to memory that was given back, by pool and stream: a stream that knows it knows those before."""
 
     def issue(self, entry: Entry) -> None:
         """Take note of what the host issues next."""
@@ -204,7 +204,7 @@ class Order:
         self._accesses[entry.memory] = kept
 
     def _clock(self, stream: int) -> Clock:
-        """Return what a stream knows when it is issued something: all that the host knows, too."""
+        """Return the accesses that a stream knows when it is issued something: all that the host knows, too."""
         clock = self._clocks[stream]
         if stream != HOST:
             _join(clock, self._clocks[HOST])

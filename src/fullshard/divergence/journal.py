@@ -191,6 +191,8 @@ class Progress:
         self.journal: Journal | None = None
         """The journal of the process group on which a collective was last called."""
         self.waiting: Waiting | None = None
+        self.is_to_be_watched = False
+        """Whether a model was sharded, and the watchdog starts with the next collective, if it does not run."""
         self.guarded = False
         """Whether a guarded step is running. An exception is no reason not to wait for this rank then: it tells the others."""
 
@@ -271,7 +273,7 @@ class NotedCollectives(GroupMonitor, ABC):
         journal = self.journal
         if journal.guard is not None:
             journal.guard.raise_if_failed()
-        elif not journal.count:
+        elif PROGRESS.is_to_be_watched:
             self.begin()
         digest = journal.digest
         journal.note(tag)
@@ -287,7 +289,7 @@ class NotedCollectives(GroupMonitor, ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """The first collective of the group comes next."""
+        """The first collective comes next since a model was sharded."""
 
     @abstractmethod
     def meet(

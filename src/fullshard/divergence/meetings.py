@@ -57,6 +57,7 @@ class Meetings(NotedCollectives):
 
     def begin(self) -> None:
         """Let the ranks be watched from now on."""
+        PROGRESS.is_to_be_watched = False
         watchdog.start()
 
     def meet(

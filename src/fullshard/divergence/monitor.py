@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from fullshard.divergence.agreement import ModelAgreement
 from fullshard.divergence.compared_updates import refuse_within_guarded_step, step_taken
-from fullshard.divergence.journal import note_exception
+from fullshard.divergence.journal import PROGRESS, note_exception
 from fullshard.divergence.meetings import Meetings
 from fullshard.divergence.watchdog import process
 from fullshard.mesh.backends import Backend
@@ -42,11 +42,13 @@ class DivergenceMonitor(Monitor):
 _MONITOR = DivergenceMonitor()
 
 
-def install() -> None:
+def install(*, for_model: bool = False) -> None:
     """Let this process be compared with other ranks. Called wherever the library is first used; later calls cost nothing.
 
-    Nothing runs from now on, but a process that ends before its first forward says so to the others.
+    Nothing runs from now on, but a process that ends before its first forward says so to the others. With ``for_model``, the
+    watchdog starts with the next collective.
     """
+    PROGRESS.is_to_be_watched |= for_model
     if monitor.monitor() is monitor.IDLE:
         monitor.install(_MONITOR)
     process.announce()

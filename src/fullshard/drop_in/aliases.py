@@ -17,7 +17,7 @@ class Alias:
     module: str
     name: str
     value: object = field(repr=False)
-    """What the name meant when it was found."""
+    """The object that the name meant when it was found."""
     namespace: dict[str, Any] = field(repr=False)
     """The module's `__dict__`. It is written directly: modules may have a `__setattr__` of their own."""
 
@@ -26,7 +26,7 @@ class Alias:
 
     @property
     def key(self) -> tuple[int, str]:
-        """What identifies it: the module may have several names, and may be imported anew under the same one."""
+        """Its identity: the module may have several names, and may be imported anew under the same one."""
         return id(self.namespace), self.name
 
 
@@ -76,7 +76,7 @@ class Sources:
 
 
 def _bindings(module: str) -> Iterator[tuple[str, str, str]]:
-    """Yield what imports, and assignments such as ``a = b.c``, bind: the name, and the module and name it comes from."""
+    """Yield the names that imports, and assignments such as ``a = b.c``, bind, each with the module and name it comes from."""
     found = sys.modules.get(module)
     try:
         tree = ast.parse(inspect.getsource(found))  # type: ignore[arg-type]

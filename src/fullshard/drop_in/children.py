@@ -15,7 +15,7 @@ _ENTRY = "fullshard"
 
 
 class _Call:
-    """What is unpickled as the result of a function."""
+    """An object that is unpickled as the result of a function."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function = function
@@ -25,7 +25,7 @@ class _Call:
 
 
 class _Children:
-    """What is known about processes that this one has started."""
+    """Facts about processes that this one has started."""
 
     have_started = False
     """Whether there was one that calls a function first."""

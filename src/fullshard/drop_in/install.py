@@ -93,7 +93,7 @@ OUR_MODELS = (fsdp_module.FSDPModule, fully_sharded_data_parallel.FullyShardedDa
 
 @dataclass(frozen=True, kw_only=True)
 class Installation:
-    """What `install` has rebound, and what it has not, in one line as text; `listing` returns all of it."""
+    """The names that `install` has rebound, and those that it has not, in one line as text; `listing` returns all of it."""
 
     rebound: list[str]
     """Names that meant something of torch and now mean fullshard's, as ``module.name``."""
@@ -103,7 +103,7 @@ class Installation:
     """Subclasses of torch's classes that existed before. They are torch's, and `install` has warned of them."""
     _aliases: list[Alias] = field(repr=False)
     _replacements: dict[int, tuple[object, object]] = field(repr=False)
-    """By identity of torch's object: torch's and ours."""
+    """Torch's objects and ours, by identity of torch's."""
     _own: list[Alias] = field(repr=False)
     """Names that meant fullshard's objects before."""
     _models: list[weakref.ref[nn.Module]] = field(repr=False)
@@ -295,7 +295,7 @@ def _is_to_rebind(alias: Alias, is_private: bool) -> bool:
 def _living(classes: tuple[type, ...]) -> list[nn.Module]:
     """Return all instances that exist. Types are asked, not objects: proxies compute their ``__class__``."""
     found = [each for each in gc.get_objects() if issubclass(type(each), classes)]
-    if found:  # some may be in cycles that nobody needs
+    if found:  # some may be in cycles of garbage
         del found
         gc.collect()
         found = [each for each in gc.get_objects() if issubclass(type(each), classes)]

@@ -95,14 +95,12 @@ class Reduction(ReductionState):
         With ``include_unused``, and if the settings say so, trainable parameters without a gradient take part as
         zeros. Nothing happens if no parameter takes part.
 
-        Before: gradients in `.grad` of unsharded parameters. After: those are None, and a reduction is in flight. The
-        context waits for it when it needs room for another one, and at the latest when it is joined.
+        Before: gradients in `.grad` of unsharded parameters. After: those are None, and the context has a reduction in flight.
         """
         flight = self._filled(include_unused)
         if flight is None:
             return
-        # All memory is taken before the first collective is called: a failure here leaves nothing in flight. It can be that
-        # of gradients that were copied: peak memory is often here.
+        # All memory is taken before the first collective is called: a failure here leaves nothing in flight. Often the peak.
         for bucket in flight.buckets:
             flight.parts.append(self._prepare(bucket, flight))
         context, events, transport = self.context, self.events, flight.transport
@@ -126,7 +124,6 @@ class Reduction(ReductionState):
                     if transport is None:
                         reduce_here(flight.settings, part.outputs, part.inputs)
                     else:
-                        # Averaging over shards and then over replicas is averaging over all.
                         reduce_tag, _ = self.tags_of(part.bucket)
                         with flight.buffer.below_autograd:
                             work = transport.reduce(
@@ -148,11 +145,7 @@ class Reduction(ReductionState):
             if not on_host and flight.is_followed and not flight.is_replicated:
                 flight.accumulate_to_end()
         if not on_host and flight.is_replicated:
-            # The all-reduce has a stream of its own, so that the next group's reduce-scatter does not queue
-            # behind it. The reduce-scatter's last write is before `input_read`, too.
-            with context.all_reduce:
-                events.input_read.wait()
-                flight.accumulate_to_end()
+            flight.accumulate_beside()
         flight.issued = True
         if observed is not None and not on_host:
             flight.tell_final(observed)
@@ -275,6 +268,7 @@ class Reduction(ReductionState):
         if settings.replacement is None:
             num_ranks = info.shard_mesh_size * info.replicate_mesh_size
             force_sum = settings.force_sum or receives
+            # Averaging over shards and then over replicas is averaging over all.
             rule = divide_rule(bucket.reduce_dtype, num_ranks, settings.divide_by, force_sum)
         if settings.active is not None:
             rule = replace(rule, after=rule.after * settings.active_fraction)
@@ -295,6 +289,7 @@ class Reduction(ReductionState):
                     inputs, outputs = bucket.shaped_inputs, _views(reduced, bucket.gradients)
                     views = outputs
             part = Part(bucket, rule, inputs, outputs, reduced, views=views)
+        part.final = part.reduced
         if not same_dtype:
             part.final = torch.empty(bucket.numel, dtype=bucket.gradient_dtype, device=device)
         if transport is not None and in_place and receives:
@@ -371,6 +366,12 @@ class ReductionInFlight:
         finally:
             if self._marks_end:
                 self._events.done.record()
+
+    def accumulate_beside(self) -> None:
+        """Accumulate on the all-reduce's own stream, so that the next group's reduce-scatter does not queue behind it."""
+        with self._context.all_reduce:
+            self._events.input_read.wait()  # the reduce-scatter's last write is before it, too
+            self.accumulate_to_end()
 
     def accumulate(self) -> None:
         """Finish the arithmetic and give every sharded parameter its gradient.

@@ -264,9 +264,6 @@ class Part:
     final: Tensor = field(init=False)
     """`reduced` in the dtype of the sharded gradients; the same tensor if the dtypes are equal."""
 
-    def __post_init__(self) -> None:
-        self.final = self.reduced
-
 
 def joined(bucket: ReduceBucket) -> Tensor:
     """Copy messages that do not lie flat into one."""

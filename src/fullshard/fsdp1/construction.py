@@ -166,7 +166,7 @@ def send_from_rank_0(
 
 
 def shard(wrapper: nn.Module, wrapped: nn.Module, options: WrapperOptions) -> FSDPState:
-    """Shard what is below ``wrapped`` and in no other wrapper, and attach the state to ``wrapper``."""
+    """Shard the parameters below ``wrapped`` that are in no other wrapper, and attach the state to ``wrapper``."""
     policy = policy_of(options.precision)  # refuses dtypes that were changed one by one
     modules = [
         (clean_name(name), module)

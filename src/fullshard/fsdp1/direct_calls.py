@@ -27,9 +27,9 @@ class DirectCalls:
     def __init__(self, wrapper: WrapperBase, module: nn.Module) -> None:
         self._wrapper = weakref.ref(wrapper)
         self.through_wrapper = 0
-        """How many forwards of the wrapper are running."""
+        """Number of running forwards of the wrapper."""
         self._direct = 0
-        """How many direct calls are running, one inside the other."""
+        """Number of running direct calls, one inside the other."""
         if wrapper._fsdp_state.groups:  # otherwise there is nothing to gather
             module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after, always_call=True)

@@ -120,7 +120,7 @@ class FullyShardedDataParallel(
         *,
         fuse_gradients: bool = False,
     ) -> None:
-        monitor.install()
+        monitor.install(for_model=True)
         super().__init__()
         arguments = {
             "process_group": process_group,
@@ -402,7 +402,7 @@ class FullyShardedDataParallel(
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load what `state_dict` returned, or an unwrapped model's state dict. Collective."""
+        """Load a state dict that `state_dict` returned, or an unwrapped model's. Collective."""
         try:
             return super().load_state_dict(
                 state_dicts.with_versions(self, state_dict), strict, assign
@@ -491,7 +491,7 @@ class FullyShardedDataParallel(
         load_directly: bool = False,
         group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Convert what `optim_state_dict` returned to what ``optim.load_state_dict`` takes on this rank. Collective.
+        """Convert a state dict of `optim_state_dict` to one for ``optim.load_state_dict`` on this rank. Collective.
 
         The state dict may come from other ranks, other wrappers or an unwrapped model. Parameters that it lacks get no
         state. Without ``param_groups``, options stay as they are. Every rank cuts its own full tensors; with
@@ -500,7 +500,7 @@ class FullyShardedDataParallel(
         Args:
             model: A model that has all parameters of the optimizer.
             optim: The optimizer.
-            optim_state_dict: What `optim_state_dict` returned.
+            optim_state_dict: The result of `optim_state_dict`.
             is_named_optimizer: Whether the optimizer knows parameters by the names of ``named_parameters``, and not
                 by numbers.
             load_directly: Whether the result is also loaded.

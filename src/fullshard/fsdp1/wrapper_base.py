@@ -69,7 +69,7 @@ class WrapperBase(nn.Module):
         return hooks.pre_forward(self._fsdp_state, self, args, kwargs)
 
     def _prepare_forward(self) -> None:
-        """Do what comes before the parameters are gathered."""
+        """Do the work before the parameters are gathered."""
         state = self._fsdp_state
         for group in state.groups:
             if group.full_params_installed:  # loading a module around this one has failed

@@ -1,4 +1,4 @@
-"""What the arguments of a wrapper mean: which ranks, which device, what to ignore, what to wrap below.
+"""Meaning of a wrapper's arguments: which ranks, which device, what to ignore, what to wrap below.
 
     axes      over which ranks to shard and to replicate
     device    where to compute
@@ -377,7 +377,7 @@ def _check_one_wrapper_per_param(
     """Refuse parameters that modules of several wrappers share, before the first module is wrapped."""
     names = {wrapping.module: wrapping.name for wrapping in wrappings}
     shared: dict[nn.Parameter, dict[str, str]] = {}
-    """By parameter and name of wrapper: the parameter's name in this wrapper."""
+    """Names that each parameter has in wrappers, by parameter and name of wrapper."""
     seen: set[tuple[nn.Module, str]] = set()
 
     def visit(module: nn.Module, path: str, wrapper: str) -> None:

@@ -1,4 +1,4 @@
-"""Which choices of comm objects and staging memory go together."""
+"""Checks of choices of comm objects and staging memory that exclude each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STAGED_BY: dict[str, tuple[type, ...]] = {
         SymmetricReduceScatter,
     ),
 }
-"""By method: the classes of the comm objects that it makes. All other comm objects are the user's."""
+"""Classes of the comm objects that each method makes. All other comm objects are the user's."""
 
 
 def check_comms_can_be_chosen(state: FSDPState, label: str, method: str) -> None:

@@ -300,7 +300,7 @@ class FSDPModule(torch_border.ConvertibleModule):
         reductions, so do several input buffers and ``wire_dtype``. Collective: call it on all ranks.
 
         Args:
-            backend: Where symmetric memory comes from, for the whole process; only "NCCL" is possible.
+            backend: Source of symmetric memory, for the whole process; only "NCCL" is possible.
         """
         state, label = _state(self), type(self).__name__
         check_comms_can_be_chosen(state, label, "set_symm_mem_for_comm")

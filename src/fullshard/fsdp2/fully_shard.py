@@ -155,7 +155,7 @@ def fully_shard(
     Returns:
         The same object, now also an `FSDPModule`.
     """
-    monitor.install()
+    monitor.install(for_model=True)
     modules = _checked_modules("fully_shard", module)
     _check_options(mp_policy, offload_policy, dp_mesh_dims)
     ignored = _checked_params("ignored_params", ignored_params)
@@ -223,7 +223,7 @@ def replicate(
     Returns:
         The same object, now also a `ReplicateModule`.
     """
-    monitor.install()
+    monitor.install(for_model=True)
     modules = _checked_modules("replicate", module)
     _check_options(mp_policy, offload_policy, dp_mesh_dims)
     ignored = _checked_params("ignored_params", ignored_params)
@@ -248,17 +248,17 @@ replicate.state = fsdp_state  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, slots=True)
 class _AfterForward:
-    """What happens to gathered parameters after forward."""
+    """The choice for gathered parameters after forward."""
 
     reshard: bool
     auto: bool = False
     """Whether the user left the choice open, so that the root may choose otherwise."""
     post_forward_size: int | None = None
-    """Over how many ranks backward gathers, if after forward a larger shard is kept."""
+    """Number of ranks over which backward gathers, if after forward a larger shard is kept."""
 
 
 @dataclass(frozen=True, slots=True)
-class _ParamPlan:
+class _ParamToShard:
     """A parameter to shard, its shard dimension and its mesh."""
 
     name: str
@@ -277,7 +277,7 @@ class _ParamPlan:
 
 def _apply(
     modules: Sequence[nn.Module],
-    found: Sequence[_ParamPlan],
+    found: Sequence[_ParamToShard],
     ignored_params: Iterable[nn.Parameter],
     info: DataParallelMeshInfo,
     offload_policy: OffloadPolicy,
@@ -290,7 +290,7 @@ def _apply(
     device = device_of(info.mesh)
     move_buffers(managed_modules(modules), device)
     name = _provisional_name(modules)
-    members: dict[object, list[_ParamPlan]] = {}
+    members: dict[object, list[_ParamToShard]] = {}
     for each in found:
         members.setdefault(each.mesh_info.communicates_over, []).append(each)
     groups = [
@@ -395,7 +395,7 @@ def _checked_params(name: str, given: object) -> tuple[nn.Parameter, ...]:
     return params
 
 
-def _check_wire(found: Sequence[_ParamPlan], mp_policy: MixedPrecisionPolicy) -> None:
+def _check_wire(found: Sequence[_ParamToShard], mp_policy: MixedPrecisionPolicy) -> None:
     if mp_policy.wire_dtype is not None:
         check_real_for_wire((each.name, each.param) for each in found)
         for each in found:
@@ -404,7 +404,7 @@ def _check_wire(found: Sequence[_ParamPlan], mp_policy: MixedPrecisionPolicy) ->
 
 
 def _read_reshard_after_forward(choice: object, info: DataParallelMeshInfo) -> _AfterForward:
-    """Return what a value of ``reshard_after_forward`` means on this mesh."""
+    """Return the meaning of a value of ``reshard_after_forward`` on this mesh."""
     if choice is None:
         return _AfterForward(reshard=True, auto=True)
     if isinstance(choice, bool):
@@ -425,7 +425,7 @@ def _read_reshard_after_forward(choice: object, info: DataParallelMeshInfo) -> _
 
 
 def _check_post_forward_size(
-    found: Sequence[_ParamPlan], info: DataParallelMeshInfo, post_forward_size: int | None
+    found: Sequence[_ParamToShard], info: DataParallelMeshInfo, post_forward_size: int | None
 ) -> None:
     """Refuse a size of the post-forward mesh that does not divide the shard size, and tensors it cannot cut."""
     if post_forward_size is None:
@@ -453,7 +453,7 @@ def _params_to_shard(
     ignored_params: Iterable[nn.Parameter],
     shard_placement_fn: ShardPlacementFn | None,
     info: DataParallelMeshInfo,
-) -> list[_ParamPlan]:
+) -> list[_ParamToShard]:
     managed = tuple(managed_modules(modules))
     check_not_sharded_by_torch(managed)
     owned = owned_params(managed, ignored_params)
@@ -462,7 +462,7 @@ def _params_to_shard(
         "Apply fully_shard to children before their parents. Pass modules that share a parameter to one call, "
         "fully_shard([a, b]).",
     )
-    placer, result = DTensorPlacer(), list[_ParamPlan]()
+    placer, result = DTensorPlacer(), list[_ParamToShard]()
     faults, sharded = list[str](), list[str]()
     for each in owned:
         name, param = each.name, each.param
@@ -483,7 +483,7 @@ def _params_to_shard(
         except ConfigurationError as error:
             faults.append(f"{name}: {error}")
             continue
-        result.append(_ParamPlan(name, param, each.owners, dim, own_info, placement))
+        result.append(_ParamToShard(name, param, each.owners, dim, own_info, placement))
     if sharded:  # by a call for a module around these, so no class of a module shows it
         raise ConfigurationError(
             f"{BY_ONE_OF_THE_TWO}. These parameters are DTensors on the data-parallel mesh already, by torch's fully_shard of "

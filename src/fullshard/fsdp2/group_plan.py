@@ -1,4 +1,4 @@
-"""Which modules form a group: planned from a model's structure and sizes, explained, then applied.
+"""Groups of modules: planned from a model's structure and sizes, explained, then applied.
 
     plan = plan_groups(model, mp_policy=policy)
     print(plan)

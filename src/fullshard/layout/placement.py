@@ -35,7 +35,7 @@ from fullshard.mesh.axes import DataParallelMeshInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamPlacement:
-    """On which meshes a parameter lies, sharded and unsharded, and with which placements."""
+    """The meshes on which a parameter lies, sharded and unsharded, and its placements there."""
 
     shape: tuple[int, ...]
     """Shape of the full parameter, over all axes of all meshes."""
@@ -96,7 +96,7 @@ class ParamPlacement:
         )
 
     def local_part(self, value: Tensor) -> Tensor:
-        """Return what this rank had before sharding of a value of the full shape; a local value is returned as it is."""
+        """Return this rank's part of a value of the full shape, as it was before sharding; a local value is returned as it is."""
         if self.unsharded_mesh is None:
             return value
         if isinstance(value, DTensor):
@@ -119,7 +119,7 @@ class ParamPlacement:
 
 
 def local_tensor(param: Tensor) -> Tensor:
-    """Return what this rank holds of a parameter: the local tensor of a DTensor, otherwise all of it."""
+    """Return this rank's part of a parameter: the local tensor of a DTensor, otherwise all of it."""
     return torch_border.local_of(param) if isinstance(param, DTensor) else param.data
 
 

@@ -54,7 +54,7 @@ IN_PLACE_FROM = 1 << 20
 
 
 class Division(enum.Enum):
-    """How one parameter's elements are divided over ranks; see the module docstring."""
+    """The division of one parameter's elements over ranks; see the module docstring."""
 
     ROWS = "rows"
     CHUNKS = "chunks"
@@ -64,7 +64,7 @@ class Division(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one rank holds of one parameter."""
+    """One rank's part of one parameter."""
 
     shape: tuple[int, ...]
     """Shape of the local tensor; 1-D under FLAT."""
@@ -94,7 +94,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Where one parameter lives: its segment, its offset there, and how it is divided."""
+    """The place of one parameter: its segment, its offset there, and how it is divided."""
 
     shape: tuple[int, ...]
     division: Division
@@ -127,7 +127,7 @@ class Layout:
     slots: tuple[Slot, ...]
 
     def piece(self, param: int, rank: int) -> Piece:
-        """What ``rank`` holds of parameter number ``param``."""
+        """Return the part of parameter number ``param`` that ``rank`` holds."""
         slot = self.slots[param]
         if slot.division is Division.REPLICATED:
             return Piece(shape=(), start=0, offset=0)

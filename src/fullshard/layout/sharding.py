@@ -1,4 +1,4 @@
-"""How a tensor is sharded over ranks, as arithmetic: which rank holds which part.
+"""Sharding of a tensor over ranks, as arithmetic: which rank holds which part.
 
 A tensor is cut along its dimensions into a grid of **cells**, numbered row-major; each cell is a block. Or it
 is cut as one range of elements, and a cell is a part of that range:

@@ -77,7 +77,7 @@ class DataParallelMeshInfo(DataParallelAxes):
     replicate_mesh_dim: int | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
     spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
-    """With `dp_mesh_dims`: the mesh they name axes of."""
+    """The mesh that `dp_mesh_dims` name axes of."""
 
     shard_mesh_size: int = field(init=False)
     shard_mesh_rank: int = field(init=False)
@@ -165,7 +165,7 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
 
 @dataclass
 class ShardPlacementResult:
-    """What a `shard_placement_fn` may return: along which dimension, and over which mesh, to shard."""
+    """The result of a `shard_placement_fn`: the dimension along which to shard, and the mesh."""
 
     placement: Shard | None
     mesh_info: FSDPMeshInfo
@@ -322,7 +322,7 @@ _COMPANIONS: weakref.WeakKeyDictionary[
 _OVER: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
-"""By default process group and ranks: what `group_over` has made."""
+"""Groups that `group_over` has made, by default process group and ranks."""
 
 
 def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -343,7 +343,7 @@ def host_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
 
 
 def default_group() -> dist.ProcessGroup:
-    """Return the group of all ranks; initialise it if nobody has."""
+    """Return the group of all ranks; initialise it if there is none yet."""
     if not dist.is_initialized():
         dist.init_process_group()
     group = dist.group.WORLD

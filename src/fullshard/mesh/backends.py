@@ -1,4 +1,4 @@
-"""What fullshard must know of the backend that carries a process group's collectives: its manners.
+"""Manners of backends: all that fullshard must know of one that carries a process group's collectives.
 
 The rest of the library asks for a property, never for a name. A backend that is not known here is taken to be an
 ordinary one: its ranks are processes, and the host waits for its works.
@@ -26,7 +26,7 @@ class Backend:
 
     name: str
     ranks: Literal["processes", "threads", "imagined"] = "processes"
-    """What its ranks are: processes; threads of one process; or, but for one, no ranks at all, so none can be asked."""
+    """The kind of its ranks: processes; threads of one process; or, but for one, no ranks at all, so none can be asked."""
     is_on_stream: bool = False
     """Whether it issues a collective to the current stream, if that is not asynchronous. The host waits for no work then."""
     has_meetings: bool = False
@@ -47,7 +47,7 @@ class Backend:
 
 
 NOTHING = Backend(name="nothing")
-"""In the place of a backend, for a device on which a process group has none."""
+"""Stand-in for a backend, for a device on which a process group has none."""
 
 _KNOWN: dict[str, Backend] = {}
 

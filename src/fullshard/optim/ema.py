@@ -45,7 +45,7 @@ class EMA:
 
         Args:
             model: Sharded by `fully_shard` or `FullyShardedDataParallel`, or not at all. Shard it first.
-            decay: What an update keeps of the old average; at least 0 and below 1.
+            decay: Share of the old average that an update keeps; at least 0 and below 1.
             warmup: Slows the growth of the decay: update n, counted from 0, keeps at most ``(1 + n) / (1 + n + warmup)``. So
                 early averages forget the initial parameters. 0 for none.
         """
@@ -56,7 +56,7 @@ class EMA:
         self.decay = decay
         self.warmup = warmup
         self.updates = 0
-        """How often `update` was called."""
+        """Number of calls of `update`."""
         self.is_swapped = False
         """Whether the model has the averages in place of its parameters, within `averaged`."""
         self._model = model
@@ -79,7 +79,7 @@ class EMA:
         }
 
     def _shards(self) -> list[Tensor]:
-        """Return what this rank holds of each parameter."""
+        """Return this rank's part of each parameter."""
         return [
             torch_border.local_of(param) if isinstance(param, DTensor) else param.detach()
             for param in self._params.values()
@@ -104,7 +104,7 @@ class EMA:
 
     @property
     def current_decay(self) -> float:
-        """What the next update will keep of the old average."""
+        """Share of the old average that the next update keeps."""
         return min(self.decay, (1 + self.updates) / (1 + self.updates + self.warmup))
 
     @torch.no_grad()
@@ -223,7 +223,7 @@ class EMA:
 
 
 def _kind(value: Tensor) -> tuple[Any, ...]:
-    """Return what must be equal for one tensor to be copied into another."""
+    """Return a key that must be equal for one tensor to be copied into another."""
     if isinstance(value, DTensor):
         return (tuple(value.shape), value.device_mesh, value.placements)
     return (tuple(value.shape),)

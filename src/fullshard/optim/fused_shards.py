@@ -10,7 +10,7 @@ views of it:
     exp_avg       | w row 0 | w row 1 |  ?  | b 0..1 |
 
 Between parameters is padding. Its values are arbitrary, perhaps NaN: an elementwise optimizer updates them, too, and
-nobody reads them.
+nothing reads them.
 
 Each step compares the addresses of gradients with this picture. Gradients that lie otherwise are copied.
 """
@@ -104,7 +104,7 @@ class FusedShard(UpdatedTensor):
         return [local.data_ptr() for local in locals_] != self._addresses
 
     def gradients(self) -> list[Tensor | None]:
-        """Return what this rank has of the parameters' gradients."""
+        """Return this rank's part of the parameters' gradients."""
         if self._of_dtensors:
             return torch_border.local_gradients_of(self.params)
         return [param.grad for param in self.params]
@@ -261,12 +261,12 @@ def check_shards(params: Collection[nn.Parameter]) -> None:
 
 
 def kind_of_gradient(param: nn.Parameter) -> torch.dtype | None:
-    """Return what must be equal for parameters to be updated together in this step."""
+    """Return a key that must be equal for parameters to be updated together in this step."""
     return None if param.grad is None else param.grad.dtype
 
 
 def kind_of_state(param: nn.Parameter, state: Mapping[str, Any] | None) -> Hashable:
-    """Return what must be equal for parameters to be in one fused shard: all of their states but the elements."""
+    """Return a key that must be equal for parameters to be in one fused shard: all of their states but the elements."""
     if state is None:
         return None
     return frozenset(
@@ -295,7 +295,7 @@ def _is_placed_like(param: nn.Parameter, value: Tensor) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor: the local part of a DTensor, or all of it."""
+    """Return this rank's part of a tensor: the local part of a DTensor, or all of it."""
     return torch_border.local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""How parameters are cut over ranks, as an optimizer finds them: DTensors, pieces of a wrapper, or whole tensors."""
+"""Cuts of parameters over ranks, as an optimizer finds them: DTensors, pieces of a wrapper, or whole tensors."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class ParamCut:
     name: str
     """Full name; empty if it is not known."""
     shape: tuple[int, ...]
-    """Of the whole parameter, as the model has it."""
+    """Shape of the whole parameter, as the model has it."""
     sharding: Sharding
     group: ProcessGroup | None
     """The ranks that hold parts or copies; None if this rank has it whole."""
     offset: int = 0
-    """For a member of a `FlatParameter`: how many elements are before it in this rank's memory."""
+    """Elements before it in this rank's memory, for a member of a `FlatParameter`."""
     label: str = ""
-    """For tags: what no other parameter of the model has, from the first forward on."""
+    """Text for tags that no other parameter of the model has, from the first forward on."""
 
     @property
     def stack(self) -> int | None:
@@ -102,8 +102,8 @@ def check_backend(group: ProcessGroup, device: torch.device, what: str) -> None:
 
     Args:
         group: The ranks.
-        device: Where shards are.
-        what: Who communicates them, and how: the beginning of a sentence.
+        device: Device of the shards.
+        what: Beginning of the error, as in "this option gathers shards over the replicas".
     """
     if backend_of(group, device) is NOTHING:
         raise ConfigurationError(

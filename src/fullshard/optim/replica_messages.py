@@ -1,4 +1,4 @@
-"""What replicas send each other when each has updated, or keeps, its part of the same shards."""
+"""Messages among replicas, each of which has updated, or keeps, its part of the same shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fullshard.transport.tags import Tag, tag
 STATES = tag("optimizer: states of the replicas")
 
 OVER_REPLICAS = "shard_over_replicas gathers shards over the replicas"
-"""What is said where that is not possible."""
+"""Beginning of the error where the process group cannot do that."""
 
 
 class ReplicaMessage:
@@ -49,7 +49,7 @@ class ReplicaMessage:
             what,
             async_op=True,
         )
-        # Both are held until the current stream has waited for the gather, so nobody gets their memory before.
+        # Both are held until the current stream has waited for the gather: their memory is not reused before.
         self._flight = sent, received, work
 
     def _split(self, buffer: Tensor, index: int) -> list[Tensor]:
@@ -57,7 +57,7 @@ class ReplicaMessage:
         return list(buffer.narrow(0, 0, sum(sizes)).split(sizes))
 
     def land(self) -> None:
-        """Write what the other replicas have sent."""
+        """Write the views that the other replicas have sent."""
         if self._flight is None:
             return
         _, received, work = self._flight

@@ -135,7 +135,7 @@ class Bucket(GatheredParams):
             ]
             for first in range(0, longest, limit)
         ]
-        """By message and replica."""
+        """Windows, by message and replica."""
         self.owners = [
             [
                 replica
@@ -144,7 +144,7 @@ class Bucket(GatheredParams):
             ]
             for start, stop in pairwise(accumulate(numels, initial=0))
         ]
-        """For each parameter, the replicas that own elements of it."""
+        """The replicas that own elements of each parameter."""
         self.parts = [
             ReplicaPart(sharded_params[window.param], window)
             for window in _windows(numels, cuts[self.rank], cuts[self.rank + 1])
@@ -181,7 +181,7 @@ class Bucket(GatheredParams):
         """Return the state of each parameter, like the parameter. Collective.
 
         Args:
-            own: By index of parameter, the state of this replica's part.
+            own: State of this replica's part, by index of parameter.
             kinds: For each parameter the names of its states, with the dtype of elements, or else the value.
             on_host: Whether elements are to be in host memory.
         """
@@ -276,7 +276,7 @@ class ReplicaParts:
         """Return the state of each parameter from those of the replicas' parts. Collective over the replicas.
 
         Args:
-            own: By parameter, the states of this replica's parts.
+            own: States of this replica's parts, by parameter.
             on_host: Whether elements are to be in host memory: the device needs room for one state of a bucket then.
 
         Raises:
@@ -395,7 +395,7 @@ def _windows(numels: Sequence[int], begin: int, end: int) -> Iterator[_Window]:
 
 
 def _described(state: State | None) -> dict[str, Any] | None:
-    """Return what replicas tell each other about a state: the dtype of elements, or the value of anything else."""
+    """Return a replica's report about a state: the dtype of elements, or the value of anything else."""
     if state is None:
         return None
     return {

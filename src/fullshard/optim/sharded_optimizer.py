@@ -175,7 +175,7 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
             for param in self._replicas.params:
                 state.pop(param, None)  # other replicas own all of it
             self._per_param.clear()  # not views, but memory of all replicas' parts
-        # What is left belongs to parameters in no fused shard, or to no parameter.
+        # The remaining states belong to parameters in no fused shard, or to no parameter.
         inner_state.update(state)
         inner_state.update(kept)
         self.inner.state = inner_state
@@ -186,7 +186,7 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
         return [] if self._replicas is None else self._replicas.parts
 
     def fuse_state(self) -> None:
-        """Take over what users may have done to `state`: as the next step would, which a replayed graph is not."""
+        """Take over the user's changes of `state`: an ordinary step would do it, but a replayed graph does not."""
         if self._is_split:
             self._fuse()
 
@@ -243,7 +243,7 @@ class ShardedOptimizer(torch_border.DelegatingOptimizer):
         return self._replicas is not None
 
     def states_to_save(self) -> Mapping[Any, Any]:
-        """Return what `state` is. With ``shard_over_replicas`` it is gathered into host memory. Collective then."""
+        """Return the content of `state`. With ``shard_over_replicas`` it is gathered into host memory. Collective then."""
         if self._replicas is None or self._is_split:
             return self.state
         states, own = self._split_inner()
@@ -391,9 +391,9 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _turns(
     groups: Sequence[Mapping[str, Any]], buckets: Sequence[Bucket]
 ) -> list[tuple[Bucket | None, list[list[Tensor]]]]:
-    """Return what is updated one after the other: the tensors of no bucket by group, then those of each bucket.
+    """Return tensors in the order of updates: those of no bucket by group, then those of each bucket.
 
-    What torch refuses, such as a sparse gradient of a parameter that is not sharded, it refuses before the first gather then.
+    So torch's refusals, as of a sparse gradient of a parameter that is not sharded, come before the first gather.
     """
     number_of = {
         id(part.tensor): number for number, each in enumerate(buckets, 1) for part in each.parts

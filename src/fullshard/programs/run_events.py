@@ -36,7 +36,7 @@ class Start:
     world: int
     device: str
     device_name: str = ""
-    """Of a GPU, as its driver calls it; empty on the CPU."""
+    """Name of a GPU, as its driver calls it; empty on the CPU."""
     parameters: int
     """Elements of all parameters."""
     unsharded_bytes: int
@@ -49,10 +49,10 @@ class Start:
     tokens_per_step: int
     steps: int
     model: str
-    """For people, like the data."""
+    """Text for people, like the data."""
     data: str
     left_out: str = ""
-    """What of the data is not read, and why; empty if all is."""
+    """The part of the data that is not read, and why; empty if all is."""
     training_tokens: int
     held_out_tokens: int
     versions: dict[str, str]
@@ -70,7 +70,7 @@ class Step:
     loss: float
     """Mean over the global batch, in nats per token, before the step's update."""
     grad_norm: float
-    """Before clipping."""
+    """Norm before clipping."""
     lr: float
     tokens: int
     """Tokens of the whole run until now, of all ranks together."""
@@ -99,9 +99,9 @@ class Checkpoint:
     kind: ClassVar[str] = "checkpoint"
     step: int
     path: str
-    """Relative to the run's folder."""
+    """Path relative to the run's folder."""
     blocked_s: float
-    """How long training waited for it."""
+    """Time for which training waited for it."""
     best: bool = False
     """Whether it has the weights with the lowest held-out loss so far, for another use than to resume the run."""
     removed: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ class BadStep:
     what: str
     action: BadStepAction
     traceback: str = ""
-    """Where a rank has raised an exception, if that was what."""
+    """Traceback of a rank's exception, if that was the trouble."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,11 +128,11 @@ class Stall:
     step: int
     seconds: float
     ranks: tuple[int, ...]
-    """Who was waited for."""
+    """Ranks that were waited for."""
     where: str
-    """What the first of them did when the others noticed, and its line."""
+    """Place of the first of them when the others noticed: its activity, and its line."""
     report: str
-    """Who was where then."""
+    """Places of the ranks at that time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +160,7 @@ class End:
     kind: ClassVar[str] = "end"
     step: int
     seconds: float
-    """Of this process only."""
+    """Seconds of this process only."""
     patience: int = 0
     """Evaluations without a lower loss after which the run has ended before its last step; 0 if it has taken all."""
 

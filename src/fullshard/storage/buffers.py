@@ -13,7 +13,7 @@ like a change of the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -232,15 +232,7 @@ class GatherBuffer:
         """
         self._layout, self._rank, self.device, self.packed = layout, rank, device, packed
         self._dtypes = [dtypes[segment.params[0]] for segment in layout.segments]
-        placement = block_offsets(
-            [
-                segment.piece_numel * layout.world
-                if _is_zero_copy(layout, index)
-                else layout.slots[segment.params[0]].numel
-                for index, segment in enumerate(layout.segments)
-            ],
-            self._dtypes,
-        )
+        placement = block_offsets([*_numels_in_full(layout)], self._dtypes)
         self._borrows_memory = into is not None
         self.full: Buffer = Buffer(placement.nbytes, device) if into is None else into.full
         """The memory of the full parameters."""
@@ -269,24 +261,30 @@ class GatherBuffer:
         self._copy: Callable[[], object] | None = None
         """Copies what is staged to the full parameters; None if nothing is, or a codec does."""
         if not packed:
-            pieces = self._pieces_in_place()
-            self.own_shard = FlatShard([piece[rank] for piece in pieces], None)
-            self._copy = by_pieces(self._targets, self._staged_sources(pieces))
+            self._arrange_in_place()
         else:
-            self._staging = Buffer(self.message_nbytes * layout.world, device)
-            self._add_message(self._staging, 0, self.message_nbytes)
-            shape = layout.world, self.message_nbytes
-            self.rows = self._staging.view(torch.uint8, 0, shape)
-            """The message of each rank, if all travels in one."""
-            if message_nbytes is None:
-                self.own_shard = self.shard_in(self.rows)
-                """This rank's pieces in the compute dtype: what the shard is cast and copied into."""
-                self._copy = self._copy_of_rows(indices)
+            self._arrange_in_one_message(indices, is_decoded=message_nbytes is not None)
         # Views are made of present memory only. Now only what `fill` would have allocated stays.
         if into is not None:
             self._staging.release()
         elif packed:
             self.full.release()
+
+    def _arrange_in_place(self) -> None:
+        pieces = self._pieces_in_place()
+        self.own_shard = FlatShard([piece[self._rank] for piece in pieces], None)
+        """This rank's pieces in the compute dtype: the shard is cast and copied into them."""
+        self._copy = by_pieces(self._targets, self._staged_sources(pieces))
+
+    def _arrange_in_one_message(self, indices: Indices | None, *, is_decoded: bool) -> None:
+        world = self._layout.world
+        self._staging = Buffer(self.message_nbytes * world, self.device)
+        self._add_message(self._staging, 0, self.message_nbytes)
+        self.rows = self._staging.view(torch.uint8, 0, (world, self.message_nbytes))
+        """The message of each rank, if all travels in one."""
+        if not is_decoded:
+            self.own_shard = self.shard_in(self.rows)
+            self._copy = self._copy_of_rows(indices)
 
     @property
     def held_bytes(self) -> int:
@@ -467,6 +465,15 @@ class GatherBuffer:
         self.full.release()
         if self._staging.storage.nbytes():  # the gather was not finished
             self._staging.release()
+
+
+def _numels_in_full(layout: Layout) -> Iterator[int]:
+    """Yield for each segment how many elements its full parameters take; with padding, if they are gathered in place."""
+    for index, segment in enumerate(layout.segments):
+        if _is_zero_copy(layout, index):
+            yield segment.piece_numel * layout.world
+        else:
+            yield layout.slots[segment.params[0]].numel
 
 
 def _is_zero_copy(layout: Layout, segment: int) -> bool:

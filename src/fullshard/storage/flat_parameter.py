@@ -99,7 +99,7 @@ class FlatShardedParam(PlainShardedParam):
         return {index: others[0] for index, others in found.items() if others}
 
     def _others_of(self, owners: Sequence[ParamModuleInfo]) -> list[Any]:
-        """What is on a member's owners instead of its stand-in."""
+        """Return the values on a member's owners that are not its stand-in."""
         values = {owner: getattr(owner.module, owner.name, None) for owner in owners}
         return [value for owner, value in values.items() if value is not self._stand_ins[owner]]
 

@@ -1,4 +1,4 @@
-"""What a parameter was before it was sharded, from a few of its elements.
+"""A few elements of a parameter, from before it was sharded.
 
 Ranks that build a model with different seeds shard different parameters, and train a mixture of them. Each rank has the whole
 of a parameter only once: before it is sharded. So some elements are kept until the first forward, where ranks compare them
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _SAMPLES = 16
-"""So many elements of a parameter, at even distances, are kept."""
+"""Number of elements of a parameter, at even distances, that are kept."""
 
 
 class InitialValues:

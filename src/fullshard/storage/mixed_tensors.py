@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 MIXED = "mixed torch.Tensor and DTensor"
-"""In all of these errors."""
+"""Words of all of these errors."""
 
 _NOTE = (
     "A parameter that fullshard has sharded is a DTensor, except while its module's forward and backward run. If the forward of a "
@@ -17,7 +17,7 @@ _NOTE = (
     "ranks."
 )
 _REPLICATED = r"require placement changes are not supported.*\(R\)\)\) on DeviceMesh"
-"""Of plain tensors of one element, which torch takes for replicated ones."""
+"""The error about plain tensors of one element, which torch takes for replicated ones."""
 _COPYING = re.compile(
     rf'While copying the parameter named "([^"]*)", .*({MIXED}|{_REPLICATED}).*', re.DOTALL
 )
@@ -29,7 +29,7 @@ _LOADING = (
 
 
 def explain(error: BaseException) -> None:
-    """Add what to do to such an error, once; other errors stay as they are."""
+    """Add the remedy to such an error, once; other errors stay as they are."""
     if isinstance(error, RuntimeError) and MIXED in str(error):
         if _NOTE not in getattr(error, "__notes__", ()):
             error.add_note(_NOTE)

@@ -39,7 +39,7 @@ class FSDPParam:
         param_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
-        """In its group's module."""
+        """Name in its group's module."""
         self._path = name
         self.owners = tuple(owners)
         self.placement = placement
@@ -54,11 +54,11 @@ class FSDPParam:
             for name, value in original.__dict__.items()
             if type(local) is Tensor and name != torch_border.IN_BACKWARD_OPTIMIZERS
         }
-        """What users have hung on the parameter; a tensor subclass keeps its data in there."""
+        """Attributes that users have hung on the parameter; a tensor subclass keeps its data in there."""
         self.param_dtype = param_dtype
         """Dtype that was chosen for this parameter in the place of the policy's ``param_dtype``."""
         self.initial = InitialValues.of(local)
-        """Until ranks have compared their initial weights; None also for a parameter without values."""
+        """Some of its elements, until ranks have compared their initial weights; None also for a parameter without values."""
         self.original: nn.Parameter | None = original
         """The parameter as the user made it, until it is sharded."""
         self.sharded_param: ShardedParam
@@ -70,7 +70,7 @@ class FSDPParam:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the shard; the group's policy says in which dtype it computes."""
+        """Dtype of the shard; the group's policy says in which dtype it computes."""
         return (self.sharded_param.param if self.original is None else self.original).dtype
 
     def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
@@ -190,19 +190,19 @@ class VersionGuard:
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         """Guard the unsharded parameters, whose memory is there now."""
         self.absent_version = next(_ABSENT_VERSIONS)
-        """What autograd's error says such a parameter is at."""
+        """The version of such a parameter in autograd's error."""
         self._tensors = tensors = tuple(
             p.unsharded_param for p in params if p.unsharded_param is not None
         )
         absent = (self.absent_version,) * len(tensors)
         # Called for every gather and release, so these are calls without a Python frame.
         self.memory_is_there: Callable[[], None]
-        """From now on work issued to the compute stream may use the parameters."""
+        """Call to let work that is issued to the compute stream from now on use the parameters."""
         self.take_versions()
         self.memory_is_absent: Callable[[], None] = functools.partial(
             torch_border.set_versions, tensors, absent
         )
-        """From now on nothing may use the parameters."""
+        """Call to let nothing use the parameters from now on."""
 
     def take_versions(self) -> None:
         """Let the versions that the parameters have now be those with which their memory is there."""
@@ -214,7 +214,7 @@ _address_of = Tensor.data_ptr
 
 
 class UnshardedWrites:
-    """Notices what users write to unsharded parameters, so that it is not lost with their memory.
+    """Notices the user's writes to unsharded parameters, so that they are not lost with the memory.
 
     Torch counts writes, but for those through ``param.data``. Data that were assigned to it are found by their address.
     """
@@ -237,11 +237,11 @@ class UnshardedWrites:
         self._assignable = [unsharded[place] for place in self._places]
         self._first = next((each for each in fulls if each.numel()), None)
         self._offsets = self._offsets_of(fulls[place] for place in self._places)
-        """Where `_assignable` should be, from `_first` on: their memory is one piece, and moves as one."""
+        """Expected offsets of `_assignable` from `_first`: their memory is one piece, and moves as one."""
         self._forget()
 
     def _forget(self) -> None:
-        """Take what the parameters are now for unwritten."""
+        """Take the parameters as they are now for unwritten."""
         self._versions = [*map(torch_border.sum_of_versions, self._counted)]
         self._sum = sum(self._versions)
 

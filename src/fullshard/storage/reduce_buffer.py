@@ -252,8 +252,7 @@ class ReduceBuffer(Buffer):
             gradient_dtypes: Dtype of each parameter's reduced gradient.
             device: Where gradients are.
             by_segment: Whether a segment gets one gradient, not one for each of its parameters.
-            rank_major: Whether gradients lie rank after rank. Flat segments cannot, except one by itself, which
-                does anyway.
+            rank_major: Whether gradients lie row after row. Flat segments do so each by itself.
             wire_dtype: Dtype of gradients in this buffer, to be exchanged and summed in their reduce dtypes; None
                 for the reduce dtypes themselves.
             replica: This rank's number among replicas, and how many there are.

@@ -34,7 +34,7 @@ from fullshard.storage.sharded_params import (
 
 
 class ShardFormat(ABC):
-    """How one group's parameters are sharded."""
+    """The sharding of one group's parameters."""
 
     by_segment = False
     """Whether one sharded parameter is for all parameters of a segment."""
@@ -108,7 +108,7 @@ class FlatFormat(ShardFormat):
     ) -> None:
         """See `ShardFormat`."""
         for param, slot, local in zip(params, layout.slots, locals_, strict=True):
-            # What a single rank holds keeps its shape.
+            # The shard of a single rank keeps its shape.
             shaped = local.as_strided(slot.shape, slot.strides) if layout.world == 1 else local
             name, owners, original = param.name, param.owners, param.the_original
             param.set_sharded_param(

@@ -6,7 +6,7 @@ and assign parameters, or their data; afterwards the objects on the modules are 
     replacements   what users put in place of sharded parameters, if anything
     adopt          copies that into a new buffer; the sharded parameters are over the new buffer then
 
-Every forward looks for replacements, and so does everybody who reads or writes shards outside of a step
+Every forward looks for replacements, and so does all code that reads or writes shards outside of a step
 (`FSDPParamGroup.refresh_shards`).
 """
 
@@ -36,7 +36,7 @@ _dtype_of = operator.attrgetter("dtype")
 
 
 class ShardStorage:
-    """What this rank keeps of a group's parameters, and the sharded parameters over it."""
+    """This rank's memory of a group's parameters, and the sharded parameters over it."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class ShardStorage:
 
         Args:
             params: The group's parameters.
-            shard_format: What their sharded parameters are, and by which layout they are cut.
-            mesh_info: Over which ranks they are sharded.
-            device: Where the shards are to be; those on the meta device stay there for now.
+            shard_format: Kind of their sharded parameters, and the layout by which they are cut.
+            mesh_info: Ranks over which they are sharded.
+            device: Device of the shards; those on the meta device stay there for now.
             group: The group's name.
             pinned: Whether in page-locked memory.
         """
@@ -117,7 +117,7 @@ class ShardStorage:
         """The memory in the buffer that each sharded parameter is over, of those that have some there."""
 
     def _find_module_entries(self) -> None:
-        """Note what the modules have while the group is sharded, where it lies, and who counts writes to it.
+        """Note the entries of modules while the group is sharded, their memory, and the tensors that count writes to it.
 
         Before: the sharded parameters are on their modules and lie in the buffer.
         """
@@ -181,12 +181,12 @@ class ShardStorage:
             return [*map(_dtype_of, self.leaves)] != self._dtypes
 
     def remember_trainable(self) -> None:
-        """Note what the sharded parameters remember now."""
+        """Note whether sharded parameters were trainable at their last look."""
         self.trainable = [sharded_param.trainable for sharded_param in self.sharded_params]
         """Whether each of `leaves` was trainable when the group last looked; a user may have frozen one since."""
 
     def replacements(self, group: str) -> dict[ShardedParam, Tensor]:
-        """Return what is on the modules where sharded parameters should be; empty if all is as it was.
+        """Return the values on the modules where sharded parameters should be; empty if all is as it was.
 
         ``group`` is the group's name. Nothing has changed if it raises.
 
@@ -225,7 +225,7 @@ class ShardStorage:
         return candidates
 
     def _check_not_tied(self) -> None:
-        """Refuse a parameter in two places, of which each has memory of its own: updates would reach one of them only."""
+        """Refuse a parameter that is in two places with memory of its own in each: updates would reach only one of them."""
         first: dict[int, ShardedParam] = {}
         assigned = [
             (each, new) for each in self.sharded_params for new in each.others() if new is not None
@@ -244,7 +244,7 @@ class ShardStorage:
             )
 
     def adopt(self, replacements: Mapping[ShardedParam, Tensor], group: str) -> None:
-        """Take what `replacements` has found as sharded parameters, with its data in a new buffer."""
+        """Take the tensors that `replacements` has found as sharded parameters, with their data in a new buffer."""
         members = {
             sharded_param: sharded_param.assigned_members() for sharded_param in replacements
         }

@@ -71,7 +71,7 @@ class ParamModuleInfo:
 
 
 class MemoryIdentity(NamedTuple):
-    """How the memory of a parameter is told from other memory.
+    """Test of a parameter's memory: whether it is that of another tensor.
 
     Asked for every parameter in every forward, so both are functions without a Python frame.
     """
@@ -79,7 +79,7 @@ class MemoryIdentity(NamedTuple):
     of: Callable[[Tensor], object]
     """Returns what identifies a parameter's memory: its local tensor, or an address."""
     is_same: Callable[[Any, Any], bool]
-    """Compares two of these."""
+    """Returns the identity of a parameter's memory: its local tensor, or an address."""
 
 
 _HOLDERS: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
@@ -92,13 +92,13 @@ class ShardedParam(ABC):
     param: nn.Parameter
 
     memory: ClassVar[MemoryIdentity]
-    """How to tell that a parameter of this kind is over the memory it should be over."""
+    """Test that a parameter of this kind is over the memory it should be over."""
 
     def __init__(self, name: str, owners: Sequence[ParamModuleInfo], *, trainable: bool) -> None:
         self.name = name
-        """For messages: its path in the model from the model's first forward on, and in its group's module before."""
+        """Name in messages: its path in the model from the model's first forward on, and in its group's module before."""
         self.trainable = trainable
-        """Whether its parameters were trainable when somebody last asked."""
+        """Whether its parameters were trainable at the last look."""
         self.owners = tuple(owners)
         """The modules that have it."""
 
@@ -109,7 +109,7 @@ class ShardedParam(ABC):
     @property
     @abstractmethod
     def local(self) -> Tensor:
-        """What this rank holds."""
+        """This rank's elements."""
 
     @property
     def versioned(self) -> tuple[Tensor, ...]:
@@ -134,7 +134,7 @@ class ShardedParam(ABC):
         """Make a reduced gradient `.grad`, or add it there; the user's hooks run before and after."""
 
     def _hooked(self, gradient: Tensor) -> Tensor:
-        """What the user's tensor hooks make of a gradient before it is accumulated."""
+        """Return the gradient that the user's tensor hooks make of one before it is accumulated."""
         for hook in tuple((torch_border.tensor_hooks(self.param) or {}).values()):
             returned = hook(gradient)
             if returned is None:
@@ -150,14 +150,14 @@ class ShardedParam(ABC):
         return gradient
 
     def clear_gradient(self, *, set_to_none: bool) -> None:
-        """Do what ``zero_grad`` does."""
+        """Reset gradients as ``zero_grad`` does."""
         if set_to_none:
             self.param.grad = None
         elif self.param.grad is not None:
             self.param.grad.zero_()
 
     def value_on(self, owner: ParamModuleInfo) -> Tensor:
-        """Return what an owner of one of its parameters has while the group is sharded."""
+        """Return the value that an owner of one of its parameters has while the group is sharded."""
         return self.param
 
     def unsharded(self, full: Tensor, placement: ParamPlacement, *, trainable: bool) -> Tensor:
@@ -169,12 +169,12 @@ class ShardedParam(ABC):
         return next(iter(self.others()), self.param)
 
     def others(self) -> list[Tensor | None]:
-        """Return what the owners have instead of `param`; None where it was taken away."""
+        """Return the values that owners have instead of `param`; None where it was taken away."""
         found = [owner.current() for owner in self.owners]
         return [each for each in found if each is not self.param]
 
     def tie_fault(self) -> str | None:
-        """Why what was assigned on several owners cannot be one parameter, or None if it can."""
+        """Return why tensors assigned on several owners cannot be one parameter, or None if they can."""
         locals_ = [None if each is None else local_tensor(each) for each in self.others()]
         return None if are_equal(locals_) else f"{self.name}: {NOT_TIED}"
 
@@ -195,7 +195,7 @@ class ShardedParam(ABC):
         return {}
 
     def in_buffer_order(self) -> Tensor:
-        """Return what this rank holds, with its elements in the order they have in the buffer."""
+        """Return this rank's elements, in the order they have in the buffer."""
         return self.local
 
     def adopt(self, candidate: Tensor, group_name: str) -> None:
@@ -316,7 +316,7 @@ class PlainShardedParam(ShardedParam):
     _unreduced_shape: torch.Size | None = None
     """Shape of the gradient that `show_unreduced` has put into `.grad`, if it has."""
     _reduced_gradient: Tensor | None = None
-    """What was in `.grad` before."""
+    """The content of `.grad` before."""
 
     def __init__(
         self, name: str, owners: Sequence[ParamModuleInfo], local: Tensor, *, trainable: bool
@@ -540,7 +540,7 @@ class ParallelOrigParamShard(OrigParamShard):
 
 
 def holder_of(param: Tensor) -> ShardedParam | None:
-    """Return what has this parameter on its modules, if it is a sharded one."""
+    """Return the sharded parameter that has this parameter on its modules, if there is one."""
     found = _HOLDERS.get(id(param))
     return found if found and found.param is param and found.is_on_modules else None
 
@@ -566,7 +566,7 @@ def are_equal(tensors: Sequence[Any]) -> bool:
 
 
 def installed_on(owners: Sequence[ParamModuleInfo], installed: nn.Parameter) -> Tensor:
-    """Return what is on the owners where ``installed`` was put: itself, or what was last assigned there."""
+    """Return the value on the owners where ``installed`` was put: itself, or the one that was last assigned there."""
     found = [owner.current() for owner in owners]
     return next(
         (each for each in reversed(found) if each is not None and each is not installed), installed
@@ -611,7 +611,7 @@ def reads_gradients(param: nn.Parameter) -> bool:
 
 
 def _after_accumulation(param: nn.Parameter) -> None:
-    """Run what the user wants to happen when a gradient is complete."""
+    """Run the user's hooks for a complete gradient."""
     hooks = torch_border.post_accumulate_grad_hooks(param)
     if hooks:
         for hook in tuple(hooks.values()):

@@ -16,12 +16,12 @@ from torch import Tensor
 post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = (
     operator.attrgetter("_post_accumulate_grad_hooks")
 )
-"""What the user registered to run once a parameter's gradient is complete."""
+"""Hooks of the user that run once a parameter's gradient is complete."""
 
 tensor_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], Tensor | None]] | None] = (
     operator.attrgetter("_backward_hooks")
 )
-"""What the user registered with `Tensor.register_hook`: to see or replace a gradient before it is accumulated."""
+"""Functions of `Tensor.register_hook`, which see or replace a gradient before it is accumulated."""
 
 backward_pass_id: Callable[[], int] = torch._C._current_graph_task_id
 """A number that is unique to the backward pass running on this thread, or -1 outside of one."""
@@ -36,7 +36,7 @@ def pass_accumulates(leaf: Tensor) -> bool:
 
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
-"""How often a tensor was written in place, by operators that count; inference tensors have no count."""
+"""Number of in-place writes to a tensor, by operators that count; inference tensors have no count."""
 
 REDUCES_IN_GRAD_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 """Whether torch's FSDP2, if it has no reduce dtype, reduces gradients in `Tensor.grad_dtype` of the parameter.
@@ -94,7 +94,7 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Do what ``tensor.register_hook(hook)`` does for a hook that is never removed, in less time."""
+    """Register a hook that is never removed, as ``tensor.register_hook(hook)`` does, in less time."""
     node = tensor.grad_fn if type(tensor) is Tensor else None
     if node is None:
         tensor.register_hook(hook)
@@ -145,7 +145,7 @@ queue_end_of_backward: Callable[[Callable[[], None]], None] = (
 """Runs a function when the backward pass now running has executed its last node."""
 
 NO_RANGE = contextlib.nullcontext()
-"""What `profiler_range` returns without a profiler."""
+"""The result of `profiler_range` without a profiler."""
 
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
 """Whether a profiler runs: a cheap question, to be asked before `profiler_range` where every call counts."""

@@ -1,4 +1,4 @@
-"""Private names of torch's FSDP that other programs read or set: one place, and for each name who needs it.
+"""Private names of torch's FSDP that other programs read or set: one place, and for each name the programs that need it.
 
 On parameters of a wrapper:
 
@@ -71,7 +71,7 @@ class JoinedParams:
 
     @property
     def device(self) -> torch.device:
-        """Where the shards are."""
+        """The device of the shards."""
         return self._params[0].device
 
     @property
@@ -92,7 +92,7 @@ class JoinedParams:
 
 
 class FlatParamHandle:
-    """What Accelerate knows of a wrapper's handle of its flat parameter."""
+    """The part of a wrapper's handle of its flat parameter that Accelerate reads."""
 
     def __init__(self, flat_param: Any) -> None:
         self.flat_param = flat_param
@@ -138,7 +138,7 @@ class ClientAttributes:
 
 
 class _Phase(enum.Enum):
-    """Equal to the members of torch's enumeration with the same names."""
+    """Phases equal to the members of torch's enumeration with the same names."""
 
     FORWARD = enum.auto()
     PRE_BACKWARD = enum.auto()
@@ -164,7 +164,7 @@ class _GroupView:
 
 
 class _StateView:
-    """What can be read of a module's state; a copy of the module has it, too."""
+    """The readable part of a module's state; a copy of the module has it, too."""
 
     def __init__(self, group: _GroupView) -> None:
         self._fsdp_param_group = group

@@ -1,7 +1,7 @@
 """Compiled functions that are called without the compiler's checks, once these have passed.
 
-A call of what `torch.compile` returns takes longer on the host than the launch of a kernel: it checks shapes, dtypes and the state of
-the process, and goes through layers that prepare arguments. Whoever calls a function with the same tensors in every step needs that once:
+A function of `torch.compile` takes longer on the host than the launch of a kernel: it checks shapes, dtypes and the state of
+the process, and goes through layers that prepare arguments. A caller with the same tensors in every step needs that once:
 
     repeat = kernel.run(arguments, varying=(1,))     # checked, as any compiled call
     repeat(other)                                    # the generated code itself, with another tensor as argument 1
@@ -25,7 +25,7 @@ class CompiledKernel:
     def __init__(self, function: Callable[..., None]) -> None:
         """Compile a function when it is called."""
         self._ran: list[tuple[Callable[[list[Any]], Any], list[Any], bool]] = []
-        """What the last checked call has run: generated code, its inputs, and whether there is nothing to do after it."""
+        """Parts of the last checked call: generated code, its inputs, and whether nothing is left to do after it."""
         # Not `fullgraph`, with which too many kinds of calls would be an error rather than computed without compiling.
         self._checked = torch.compile(function, backend=self._compile)
 
@@ -46,7 +46,7 @@ class CompiledKernel:
             found.current_callable = watched
             return found
 
-        # What the cache of whole functions returns would not have been watched. The cache of generated code is used.
+        # Results of the cache of whole functions would not have been watched. The cache of generated code is used.
         with config.patch(enable_autograd_cache=False):
             return compile_fx(graph, inputs, inner_compile=watched_compile)
 

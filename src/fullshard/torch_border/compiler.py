@@ -1,4 +1,4 @@
-"""What torch's compiler leaves alone, and how it sees parameters."""
+"""Marks for torch's compiler: functions that it leaves alone, and parameters that it sees one by one."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ class CUDAStream(torch.Stream):
     """
 
     def __init__(self, device: torch.device, *, priority: int) -> None:
-        """Take what torch's constructor takes."""
+        """Take the arguments of torch's constructor."""
         self._own = self.stream_id, self.device_index, self.device_type
         self._before: list[tuple[int, tuple[int, int, int]]] = []
-        """For each time it was entered and not left: the current device, and the current stream of the stream's device."""
+        """The current device, and the current stream of the stream's device, for each time it was entered and not left."""
 
     def __enter__(self) -> CUDAStream:
         """Make it the current stream, and its device the current device."""

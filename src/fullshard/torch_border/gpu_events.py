@@ -1,4 +1,4 @@
-"""What torch tells of a GPU's streams, events and memory, as its own sanitizer hears it."""
+"""Torch's reports of a GPU's streams, events and memory, as its own sanitizer hears them."""
 
 from __future__ import annotations
 

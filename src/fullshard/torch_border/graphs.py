@@ -9,7 +9,7 @@ import torch
 
 
 def mend_after_failed_capture(pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
-    """Undo what a capture into ``pool`` leaves that CUDA could not end; ``stream`` was the current one before it.
+    """Clean up after a capture into ``pool`` that CUDA could not end; ``stream`` was the current one before it.
 
     torch (2.11 to 2.13) does not reach the end of `capture_end` then: the capture's stream is the current one, the
     allocator waits for the end of the capture before it gives memory back, and the random number generator believes that

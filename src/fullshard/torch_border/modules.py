@@ -1,4 +1,4 @@
-"""What a module keeps, and the names under which torch wraps modules and saves their state."""
+"""A module's tables, and the names under which torch wraps modules and saves their state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BatchNorm: type[nn.Module] = _BatchNorm
 parameter_table: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter(
     "_parameters"
 )
-"""Where a module keeps its own parameters; writing here has no side effects."""
+"""The table of a module's own parameters; writing there has no side effects."""
 
 
 def table_for(module: nn.Module, value: Tensor) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def dcp_item_place(file: str, offset: int, nbytes: int) -> Any:
 
 
 def module_versions(state_dict: object) -> dict[str, Any] | None:
-    """Return what a state dict says about its modules, by their names; None if it is a plain dict."""
+    """Return a state dict's versions of its modules, by their names; None if it is a plain dict."""
     found: dict[str, Any] | None = getattr(state_dict, "_metadata", None)
     return found
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 Operator: TypeAlias = torch._ops.OpOverload
-"""One overload of an operator, such as ``aten.add.Tensor``: what a dispatch mode is given."""
+"""One overload of an operator, such as ``aten.add.Tensor``, as a dispatch mode gets it."""
 
 ATTENTION_OPERATORS: frozenset[Operator] = frozenset(
     getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
@@ -26,7 +26,7 @@ ATTENTION_OPERATORS: frozenset[Operator] = frozenset(
         "cudnn_attention",
     )
 )
-"""What `scaled_dot_product_attention` becomes, with fused kernels."""
+"""Forms of `scaled_dot_product_attention` with fused kernels."""
 
 ADDMM_WITH_ACTIVATION = "_addmm_activation"
 """The name of a product to which an activation function is fused."""
@@ -59,15 +59,15 @@ class Signature:
 
     namespace: str
     name: str
-    """Without namespace and overload: ``add``."""
+    """Name without namespace and overload: ``add``."""
     arguments: tuple[Argument, ...]
     new_results: tuple[bool, ...]
-    """For each result, whether it is neither a view of an argument nor an argument."""
+    """Whether each result is neither a view of an argument nor an argument."""
 
 
 @functools.cache
 def signature_of(operator: Operator) -> Signature:
-    """Return what the operator's schema says."""
+    """Return the facts of the operator's schema."""
     schema = operator._schema
     namespace, name = schema.name.split("::")
     arguments = tuple(
@@ -103,7 +103,7 @@ def takes_itself_apart(kind: type) -> bool:
 
 
 def leaves_in(tree: Any) -> list[Any]:
-    """Return what nested arguments or results are made of."""
+    """Return the leaves of nested arguments or results."""
     return [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
 
 
@@ -121,7 +121,7 @@ def flash_attention(
     is_causal: bool,
     scale: float,
 ) -> Tensor:
-    """Return what the flash kernel returns, also on the meta device; all widths must be equal and a multiple of 8."""
+    """Return the result of the flash kernel, also on the meta device; all widths must be equal and a multiple of 8."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention
     output: Tensor = attend(query, key, value, dropout, is_causal, scale=scale)[0]
     return output
@@ -137,7 +137,7 @@ def memory_efficient_attention(
     is_causal: bool,
     scale: float,
 ) -> Tensor:
-    """Return what the memory-efficient kernel returns, also on the meta device; the bias is of the size of the scores."""
+    """Return the result of the memory-efficient kernel, also on the meta device; the bias is of the size of the scores."""
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
     saves = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     output: Tensor = attend(query, key, value, bias, saves, dropout, is_causal, scale=scale)[0]

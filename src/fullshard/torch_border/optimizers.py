@@ -47,7 +47,7 @@ class DelegatingOptimizer(torch.optim.Optimizer):
     """torch's base class, for an optimizer whose updates another one makes."""
 
     inner: torch.optim.Optimizer
-    """The optimizer that makes the updates. Nobody else knows it, and its hooks do not run."""
+    """The optimizer that makes the updates. No other object knows it, and its hooks do not run."""
     takes_pieces = True
     """It knows that parameters may be pieces (`engine.optimizer_checks`)."""
 
@@ -136,4 +136,4 @@ def _observed_update(update: Callable[..., None], run: Callable[..., None]) -> C
 
 
 IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
-"""Where torch's `_apply_optimizer_in_backward` keeps a parameter's optimizers, among its attributes."""
+"""Attribute of a parameter for the optimizers of torch's `_apply_optimizer_in_backward`."""

@@ -14,7 +14,7 @@ Observer = Callable[..., Any]
 _STAGES = "torch.distributed.pipelining.stage"
 
 pipelining_is_imported: Callable[[], bool] = functools.partial(sys.modules.__contains__, _STAGES)
-"""Whether anybody has imported pipelining; asked at the beginning of every forward, so it has no Python frame."""
+"""Whether pipelining was imported; asked at the beginning of every forward, so it has no Python frame."""
 
 
 def observe_stages(
@@ -25,7 +25,7 @@ def observe_stages(
     reduce_gradients: Observer,
     scale_gradients: Observer,
 ) -> bool:
-    """From now on, run the methods of all stages through these; return False if nobody has imported pipelining yet.
+    """From now on, run the methods of all stages through these; return False if pipelining was not imported yet.
 
     Args:
         forward: For the forward of a microbatch.

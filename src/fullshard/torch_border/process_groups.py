@@ -196,7 +196,7 @@ def own_client(store: Store) -> Store:
 def own_store_client() -> Store:
     """Return a client of the default process group's store that no other thread uses.
 
-    A client that waits for a key blocks all who share it.
+    A client that waits for a key blocks all threads that share it.
     """
     return own_client(default_store())
 
@@ -264,7 +264,7 @@ def is_observed_wait(frame: FrameType) -> bool:
 
 
 def operation_waited_for(frame: FrameType) -> str:
-    """Return what such a thread waits for, as torch names it."""
+    """Return the operation that such a thread waits for, as torch names it."""
     work: Any = frame.f_locals.get("self")
     try:
         number = int(work._get_op_type())
@@ -279,7 +279,7 @@ _OPERATIONS = {
     **dict(enumerate(("reduce_scatter", "all_to_all_single", "all_to_all", "isend", "irecv"), 9)),
     **dict(enumerate(("irecv", "barrier"), 14)),
 }
-"""By torch's numbers, functions that return such work."""
+"""Functions that return such work, by torch's numbers."""
 
 
 def abort_of(group: ProcessGroup, device: torch.device) -> Callable[[], None]:
@@ -291,7 +291,7 @@ def abort_of(group: ProcessGroup, device: torch.device) -> Callable[[], None]:
 
 
 def pending_in_backend() -> str:
-    """Return what NCCL's flight recorder says about the oldest collective that has not ended; "" if it says nothing."""
+    """Return the entry of NCCL's flight recorder about the oldest collective that has not ended; "" if it has none."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     if dump is None:
         return ""

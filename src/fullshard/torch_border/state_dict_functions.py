@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 _KNOWS_OURS = "_fullshard_wrappers_are_known"
-"""Mark of what stands for both classes."""
+"""Mark of objects that stand for both classes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

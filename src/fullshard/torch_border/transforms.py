@@ -1,4 +1,4 @@
-"""What stands around operations: transforms of `torch.func`, forward-mode differentiation, selective checkpoints."""
+"""Contexts around operations: transforms of `torch.func`, forward-mode differentiation, selective checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ innermost_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
 forward_ad_level: Callable[[], int] = functools.partial(
     operator.attrgetter("_current_level"), forward_ad
 )
-"""How deep forward-mode differentiation is nested; negative outside of it."""
+"""Depth of nested forward-mode differentiation; negative outside of it."""
 
 is_batched: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
 """Whether the older vmap made a tensor: `is_grads_batched` and `vectorize` of torch.autograd use it."""
@@ -47,7 +47,7 @@ class _OutsideTransforms:
 _NO_TRANSFORM = contextlib.nullcontext()
 
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many modes see every operation of this thread; 0 in most steps."""
+"""Number of modes that see every operation of this thread; 0 in most steps."""
 
 _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
@@ -57,7 +57,7 @@ class _OutsideCheckpoints:
 
     def __init__(self) -> None:
         self._taken: list[Any] = []
-        """From the innermost mode to the outermost selective one."""
+        """Modes from the innermost one to the outermost selective one."""
         self._kept: list[Any] = []
         """The others of these, which stay."""
 
@@ -144,7 +144,7 @@ def graph_tensors(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _without_batch_dimension(tensor: Tensor) -> Tensor:
-    """Return what a tensor of the older vmap wraps.
+    """Return the tensor inside a tensor of the older vmap.
 
     The very tensor if its batch dimension is the first one, as it is unless an operator has moved it.
     """

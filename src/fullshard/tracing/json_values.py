@@ -24,7 +24,7 @@ def read_fields(kind: type, values: Mapping[str, Any], *, is_strict: bool) -> di
 
     Args:
         kind: The dataclass. Its fields have the types of `_READERS`, or texts.
-        values: What was read.
+        values: The values that were read.
         is_strict: Raise if a value has another type than its field; otherwise it reads as if it were missing.
 
     Raises:
@@ -107,7 +107,7 @@ _READERS: dict[Any, tuple[Any, Callable[[object], Any]]] = {
     tuple[str, ...]: ((), _list_of(_text)),
     dict[str, str]: ({}, _texts_by_name),
 }
-"""For each type of a field, what a missing value reads as, and how a value is read. All other types are texts."""
+"""Value of a missing field, and reader of a present one, for each type of a field. All other types are texts."""
 
 
 @cache

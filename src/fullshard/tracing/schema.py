@@ -74,13 +74,13 @@ class GroupFacts:
     replicas: int
     """Copies of the group."""
     division: str = ""
-    """How parameters are cut: "rows" or "flat", regardless of rows; "" in older files."""
+    """Division of parameters: "rows" or "flat", regardless of rows; "" in older files."""
     flat_padded_numel: int = 0
-    """What `padded_numel` would be if parameters were cut regardless of rows. 0 if it is not known, as in the next two."""
+    """The `padded_numel` of parameters cut regardless of rows. 0 if it is not known, as in the next two."""
     balanced_padded_numel: int = 0
-    """... with `balanced_placement`."""
+    """The same with `balanced_placement`."""
     halved_padded_numel: int = 0
-    """... over half of the ranks; 0 also if their number is odd."""
+    """The same over half of the ranks; 0 also if their number is odd."""
     trained_share: float = 1.0
     """Elements of parameters that are not frozen, as a share of all; 1 in older files."""
 
@@ -106,7 +106,7 @@ class Span:
 
     kind: Kind
     name: str = ""
-    """What viewers show."""
+    """Name in viewers."""
     step: int
     group: str = ""
     """Empty for a step."""
@@ -115,15 +115,15 @@ class Span:
     start_us: float
     duration_us: float
     nbytes: float = 0
-    """On the wire, for collectives."""
+    """Bytes on the wire, for collectives."""
     awaited: str = ""
-    """What compute waited for: gather or reduction."""
+    """The awaited collective of a wait: gather or reduction."""
     issued_us: float | None = None
-    """When the host issued it, for collectives."""
+    """Time at which the host issued it, for collectives."""
 
     @property
     def end_us(self) -> float:
-        """When it ended."""
+        """The time of its end."""
         return self.start_us + self.duration_us
 
 
@@ -147,7 +147,7 @@ class MemorySample:
     reducing: float
     """Bytes of reduce buffers."""
     allocated: float | None
-    """What the allocator has given out; None where it was not asked, and on the CPU."""
+    """Bytes that the allocator has given out; None where it was not asked, and on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +162,7 @@ class Header:
     zero_unix_ns: int
     """The wall clock at time 0."""
     groups: tuple[GroupFacts, ...]
-    """In order of forward."""
+    """Groups in the order of forward."""
     dropped: int
     """Events beyond the limit, which were not recorded."""
     planned: tuple[PlannedFacts, ...] = ()
@@ -174,11 +174,11 @@ class Trace(Header):
     """Some steps of one rank: the content of one file."""
 
     spans: tuple[Span, ...]
-    """By start; of those that start together, the outer first."""
+    """Spans by start; of those that start together, the outer first."""
     releases: tuple[Release, ...] = ()
-    """By time."""
+    """Releases, in the order of time."""
     memory: tuple[MemorySample, ...]
-    """By time."""
+    """Samples, in the order of time."""
     num_broken: int = 0
     """Events that could not be read; not written."""
 

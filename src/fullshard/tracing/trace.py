@@ -60,7 +60,7 @@ def trace(
 
     Args:
         model: The outermost sharded module, or a module that contains it.
-        folder: Where to write. It is created if it does not exist.
+        folder: Folder of the files. It is created if it does not exist.
         first_step: The number of the first recorded step.
         limit: The most events to keep. Later events are only counted.
 
@@ -76,7 +76,7 @@ def trace(
 
 
 class Recording:
-    """What `trace` returns: steps that are being recorded, for as long as its block."""
+    """The result of `trace`: steps that are being recorded, for as long as its block."""
 
     def __init__(self, model: nn.Module, folder: Path, *, first_step: int, limit: int) -> None:
         self._model = model
@@ -182,7 +182,7 @@ def contexts_of(model: nn.Module) -> list[FSDPCommContext]:
 
 
 def export(model: nn.Module, recorder: TraceRecorder) -> Trace:
-    """Return what was recorded of a model, with the names and times of the file. All marks have been reached."""
+    """Return the recorded steps of a model, with the names and times of the file. All marks have been reached."""
     return _Export(model, recorder).trace()
 
 

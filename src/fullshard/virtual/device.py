@@ -2,7 +2,7 @@
 
 Tensors are on the meta device: operations know their sizes and compute nothing.
 `VirtualDevice` is what the engine gets its streams and events from. It sees every operation and collective (as a dispatch
-mode and as the carrier of the process group), every tensor that is made and every storage that is resized or dies. It
+mode and as the receiver of collectives), every tensor that is made and every storage that is resized or dies. It
 keeps no record: it tells its observers.
 
 [Note: what observers are told]
@@ -10,7 +10,7 @@ keeps no record: it tells its observers.
                 in order, and wait for events.
     memory      memory is taken and given back at the moment of the host, as by CUDA's caching allocator. So the most
                 bytes that are allocated need no clock.
-    values      there are none. Who asks for one lets the host wait, and gets a one.
+    values      there are none. A program that asks for one gets a one, and the host waits.
     collectives are those of a virtual process group, which moves nothing and tells the device.
     host memory with offload, see `host_memory`.
 """
@@ -168,17 +168,17 @@ class VirtualDevice(torch_border.OperatorMode):
         """Whether a model is being built, which takes no memory, as it would be for a real device."""
         self.stream_names = ["compute"]
         self._host = HostMemory(self) if offloads else None
-        """What is in host memory, if shards are."""
+        """The content of host memory, if shards are there."""
         self._numbers = 0
         self._memory: dict[int, _Memory] = {}
-        """By the identity of its storage, what lives."""
+        """Living memory, by the identity of its storage."""
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
-        """By the number of a memory, the storage that has it, or had it."""
+        """The storage that has each memory, or had it, by the memory's number."""
         self._allocated = 0
         self.stream = VirtualStream(self, COMPUTE)
         self._wire = None if has_streams else self.new_stream(priority=0, name="all-gather")
 
-    # --- what the engine asks a device for --------------------------------------------------------
+    # --- requests of the engine -------------------------------------------------------------------
 
     def new_number(self) -> int:
         """Return a number that no other event or memory has."""
@@ -254,7 +254,7 @@ class VirtualDevice(torch_border.OperatorMode):
             if isinstance(each, Tensor) and each.is_meta:
                 self.see(each.untyped_storage())
 
-    def carry(
+    def note_collective(
         self,
         kind: str,
         outputs: Sequence[Tensor],

@@ -21,7 +21,7 @@ know(Backend(name=(NAME := "virtual"), ranks="imagined"))
 class CollectiveListener(Protocol):
     """Listener to which collectives are reported."""
 
-    def carry(
+    def note_collective(
         self,
         kind: str,
         outputs: Sequence[Tensor],
@@ -34,8 +34,8 @@ class CollectiveListener(Protocol):
 
         Args:
             kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, barrier, send or recv.
-            outputs: What it writes.
-            inputs: What it reads; the same as the outputs where it works in place.
+            outputs: Tensors that it writes.
+            inputs: Tensors that it reads; the same as the outputs where it works in place.
             group: The ranks.
             is_asynchronous: Whether the caller waits for the work.
         """
@@ -69,7 +69,7 @@ _FROM_ONE_TO_ANOTHER = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 def _method(kind: str) -> Callable[..., Any]:
-    def carry(group: VirtualGroup, *args: Any, **_: Any) -> Any:
+    def note(group: VirtualGroup, *args: Any, **_: Any) -> Any:
         assert group.listener is not None, "the groups of a plan are gone when it ends"
         first, second = ([*_tensors(each)] for each in (*args[:2], (), ())[:2])
         outputs, inputs = (first, second) if kind in _FROM_ONE_TO_ANOTHER else (first, first)
@@ -77,9 +77,11 @@ def _method(kind: str) -> Callable[..., Any]:
             outputs, inputs = ([], first) if kind == "send" else (first, [])
         options = next((each for each in args if hasattr(each, "asyncOp")), None)
         waits = options is not None and not options.asyncOp
-        return group.listener.carry(kind, outputs, inputs, group, is_asynchronous=not waits)
+        return group.listener.note_collective(
+            kind, outputs, inputs, group, is_asynchronous=not waits
+        )
 
-    return carry
+    return note
 
 
 def _tensors(argument: Any) -> Iterator[Tensor]:

@@ -33,7 +33,7 @@ COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 
 
 class Noting(Protocol):
-    """Where it is noted what happens in host memory: the device."""
+    """Receiver of reports about host memory: the device."""
 
     is_building: bool
 
@@ -187,7 +187,7 @@ class _StandIns:
     def __init__(self) -> None:
         self._storages: dict[int, UntypedStorage] = {}
         self._originals: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the identity of a stand-in, the two."""
+        """Each stand-in and its original, by the identity of the stand-in."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the stand-in of a tensor."""

@@ -20,7 +20,7 @@ META = torch.device("meta")
 
 
 class KnownOperation:
-    """What is known about an operation with certain arguments."""
+    """Facts about an operation with certain arguments."""
 
     __slots__ = ("__weakref__", "is_of_host", "is_single", "outputs")
 
@@ -63,13 +63,13 @@ class KnownOperation:
 
 
 _KNOWN: dict[Hashable, KnownOperation] = {}
-"""By the operator and all of its arguments that results depend on."""
+"""Known operations, by operator and all of its arguments that results depend on."""
 
 
 def run_known(
     operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[KnownOperation, Any]:
-    """Return what is known about an operation, and its result; it runs if that is not known."""
+    """Return the facts about an operation, and its result; it runs if they are not known."""
     key = (operator, _facts(args), _facts(kwargs.items()) if kwargs else None)
     known = _KNOWN.get(key)
     if known is None:

@@ -1,4 +1,4 @@
-"""What a device tells those who watch it: a virtual device about all that it is asked for, in the order of the host."""
+"""Reports of a device to its observers: a virtual device reports all work that it is given, in the order of the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a plan that is read needs no torch
 COMPUTE = 0
 """The stream on which the model computes."""
 HOST = -1
-"""In the place of a stream: the host waits, or the memory is the host's."""
+"""Stand-in for a stream: the host waits, or the memory is the host's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Call:
     kwargs: Mapping[str, Any]
     result: Any
     known: object = None
-    """Equal for calls of the same operator with arguments of the same kind: a key for what is worked out once."""
+    """Key for results that are worked out once: equal for calls of the same operator with arguments of the same kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class CollectiveCall:
 
     @property
     def whole(self) -> Sequence[Tensor]:
-        """What a rank has after a gather, or before anything else."""
+        """The whole tensors: those after a gather, and those before any other collective."""
         return self.outputs if self.kind == "all_gather" else self.inputs
 
 
@@ -62,7 +62,7 @@ class Transfer:
 
 
 class DeviceObserver:
-    """Is told what a device does. Here, every method does nothing: an observer has those that it needs."""
+    """A listener to a device. Here, every method does nothing: an observer has those that it needs."""
 
     def operated(self, stream: int, call: Call) -> None:
         """Note an operation on the device."""

@@ -1,4 +1,4 @@
-"""What an operator's schema says about work: whether a call starts any, and what it makes."""
+"""Facts about work in an operator's schema: whether a call starts any, and what it makes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def without_values() -> Iterator[None]:
 
 
 class _CudaChoices(TorchFunctionMode):
-    """What replaces operations that need values, or do something else where there are none."""
+    """Replacements of operations that need values, or do something else where there are none."""
 
     def __torch_function__(
         self,
@@ -71,7 +71,7 @@ class _CudaChoices(TorchFunctionMode):
 def fused_dropout(
     given: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Return what torch's function returns, by the kernel that CUDA devices have for it."""
+    """Return the result of torch's function, by the kernel that CUDA devices have for it."""
     if not (given.is_meta and training and 0 < p < 1) or inplace:
         return DROPOUT(given, p, training, inplace)
     return torch.native_dropout(given, p, True)[0]
@@ -87,7 +87,7 @@ def fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return what torch's function returns, by the kernel that CUDA devices would choose.
+    """Return the result of torch's function, by the kernel that CUDA devices would choose.
 
     Flash attention does without a mask, in 16 bits, with queries, keys and values of the same width. What it does not
     take is done by the memory-efficient kernel, and what that does not take, by torch's function as it is.
@@ -121,11 +121,11 @@ def fused_attention(
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FUSED_WIDTHS = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 4}
-"""What the widths of heads must be multiples of."""
+"""Factors that the widths of heads must be multiples of."""
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return what is added to the scores: the kernel takes no booleans, and rows that begin at multiples of 16."""
+    """Return the bias of the scores: the kernel takes no booleans, and rows that begin at multiples of 16."""
     if mask.dtype is torch.bool:
         numbers = torch.zeros_like(mask, dtype=query.dtype)
         mask = numbers.masked_fill_(mask.logical_not(), float("-inf"))

@@ -228,8 +228,8 @@ def divided() -> dict[str, tuple[int, int]]:
         optimizer.step()
     found["large"] = optimizers[0].state_bytes, optimizers[1].state_bytes
     if dist.get_rank() > 1:  # one replica counts a step more
-        unit, number = optimizers[1]._plan.places[large.bias]
-        unit.counts[number] += 1
+        strip, number = optimizers[1]._blocks.places[large.bias]
+        strip.counts[number] += 1
     with pytest.raises(LifecycleError, match=r"steps by replica \[1, 2\]"):
         optimizers[1].state_dict()
     return found

@@ -98,7 +98,7 @@ def read_alone(path: Path, read: Callable[[], T], is_good: Callable[[T], bool]) 
     """Read the checkpoint at ``path`` in one process; if it is replaced meanwhile, read the new one.
 
     Args:
-        path: Where it is.
+        path: Its path.
         read: Reads it. It is called again if it failed, or if its result is not good, and there is a new checkpoint.
         is_good: Whether a result can be trusted without asking for a new checkpoint.
     """

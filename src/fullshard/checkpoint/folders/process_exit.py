@@ -23,7 +23,7 @@ from fullshard.divergence.watchdog.child_error import error_of_child, note_error
 
 
 class _ExitState:
-    """What this process knows about its own end."""
+    """Facts of this process about its own end."""
 
     threads: ClassVar[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
     """Threads to wait for."""

@@ -84,7 +84,7 @@ def remove(path: Path, manifest: Manifest, now: float) -> None:
 
     Args:
         path: Its folder.
-        manifest: What its manifest says.
+        manifest: The content of its manifest.
         now: The time by the file system's clock.
 
     Raises:
@@ -104,7 +104,7 @@ def remove(path: Path, manifest: Manifest, now: float) -> None:
 
 
 TRIES = 3
-"""How often a folder is searched if something in it cannot be read for a reason that may pass."""
+"""Number of times that a folder is searched if something in it cannot be read for a reason that may pass."""
 
 _LASTING = (
     *(errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG),
@@ -159,20 +159,20 @@ def survey(folder: Path, *, with_files: bool = True) -> Survey:
 
 
 class Survey:
-    """What one pass over a folder found, while other processes may change it."""
+    """Findings of one pass over a folder, while other processes may change it."""
 
     def __init__(self, folder: Path, *, with_files: bool) -> None:
         self._with_files = with_files
         self.manifests: dict[Path, Manifest] = {}
-        """By the path of the checkpoint; files may be missing."""
+        """Manifests by the path of the checkpoint; files may be missing."""
         self.complete: dict[Path, Manifest] = {}
         """The checkpoints of which all files are there."""
         self.faults: dict[Path, str] = {}
-        """Why other entries are not complete checkpoints, although they may look like some."""
+        """Faults of other entries: they are no complete checkpoints, although they may look like some."""
         self.unsettled: set[Path] = set()
-        """Those of which nothing is known, because an error may pass."""
+        """Entries of which nothing is known, because an error may pass."""
         self.unlisted: OSError | None = None
-        """Why the folder cannot be listed."""
+        """The error for which the folder cannot be listed."""
         self.seen: dict[str, bytes | None] = {}
         """The text of each manifest by the name of its folder; None where there is none."""
         self.has_changed = False

@@ -51,7 +51,7 @@ def replacing(folder: Path, rank_group: RankGroup, *, keep: Keep | None) -> Iter
     Args:
         folder: The folder to make or replace.
         rank_group: The ranks that fill it.
-        keep: Which files of the old folder stay, unless the new one has a file of that name. None if the old folder must
+        keep: Files of the old folder that stay, unless the new one has a file of that name. None if the old folder must
             be empty.
     """
 

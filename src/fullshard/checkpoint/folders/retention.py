@@ -1,6 +1,6 @@
-"""Which checkpoints belong to one training run, and the removal of all but the newest of them.
+"""Checkpoints of one training run, and the removal of all but the newest of them.
 
-A training run is what one model saves with ``keep_last`` in one process. It continues the run of the checkpoint that the
+A training run is the saves of one model with ``keep_last`` in one process. It continues the run of the checkpoint that the
 model was loaded from. So a run that was stopped and resumed in another process removes its own old checkpoints.
 
     process 1   saves step-1 (run a, serial 1), step-2 (run a, serial 2), and is killed
@@ -33,13 +33,13 @@ from fullshard.layout.names import FSDP_WRAPPED_MODULE
 
 
 class TrainingRun:
-    """What a model saves with ``keep_last`` in this process; lives as long as the model."""
+    """The checkpoints that a model saves with ``keep_last`` in this process; lives as long as the model."""
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(6)
         self.pid = os.getpid()
         self._loaded: dict[Path, dict[str, int]] = {}
-        """By the folder of the checkpoints: earlier runs that this one continues, with the last serial number of each."""
+        """Earlier runs that this one continues, with the last serial number of each, by the folder of the checkpoints."""
         self._newest: IO[str] | None = None
         """The manifest of the newest checkpoint, locked."""
 
@@ -48,7 +48,7 @@ class TrainingRun:
         self._loaded[path.parent.resolve()] = {**record.before, record.run: serial}
 
     def record_for(self, path: Path, beside: Survey) -> RunRecord:
-        """Return what a checkpoint at ``path`` says of this run. Earlier runs without checkpoints are left out."""
+        """Return this run's record in a checkpoint at ``path``. Earlier runs without checkpoints are left out."""
         loaded = self._loaded.get(path.parent.resolve(), {})
         found = {each.run.run for each in beside.manifests.values() if each.run is not None}
         left = found if beside.is_certain else loaded.keys()
@@ -166,5 +166,5 @@ def _is_alive(run: str, found: Mapping[Path, Manifest]) -> bool:
     if not any(is_locked(path / MANIFEST) for path in own):
         return False
     if run in _OWN_IDS:
-        gc.collect()  # a model that nobody uses any more may still be in memory, and with it the lock
+        gc.collect()  # an unused model may still be in memory, and with it the lock
     return any(is_locked(path / MANIFEST) for path in own)

@@ -51,7 +51,7 @@ PATIENCE_S = 3600.0
 """A save of another machine counts as dead if nothing was written to it for so long."""
 
 MAX_TRIES = 100
-"""How often to try again when other processes change the same folder."""
+"""Number of tries when other processes change the same folder."""
 
 _CHANGED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT)
 """Errors of a writer where another process has made or removed the folder."""
@@ -95,7 +95,7 @@ class UnfinishedSave:
         try:
             self._file.write(text)
             self._file.flush()
-            # What a manifest refers to must be on the disk before it: files, their folder, the name of that folder.
+            # A manifest must come to the disk after all that it refers to: files, their folder, the name of that folder.
             for folder in (self.folder, self.path):
                 flush(folder)
             with manifest_lock(self.path):
@@ -172,7 +172,7 @@ def _claim(path: Path) -> tuple[str, IO[str], bool]:
 
 
 def _discard(file: IO[str], unfinished: Path, data: Path) -> None:
-    """Remove what a writer has begun, as far as that is possible."""
+    """Remove the files that a writer has begun, as far as that is possible."""
     shutil.rmtree(data, ignore_errors=True)
     with contextlib.suppress(OSError):
         unfinished.unlink()
@@ -192,7 +192,7 @@ def _refuse_other_folders(path: Path) -> None:
 
 
 def remove_all_leftovers(folder: Path, now: float) -> None:
-    """Remove what dead writers have left in and beside the checkpoints in a folder; ``now`` as in `remove_leftovers`."""
+    """Remove the files that dead writers left in and beside the checkpoints in a folder; ``now`` as in `remove_leftovers`."""
     with contextlib.suppress(OSError):
         for name in folder_entries(folder):
             if mark := _EMPTY_FOLDER.fullmatch(name):
@@ -210,7 +210,7 @@ def remove_leftovers(path: Path, now: float) -> None:
         path: The folder of a checkpoint or of a killed save. Other folders are left alone.
         now: The time by the file system's clock.
     """
-    # What cannot be read or removed is left alone.
+    # Files that cannot be read or removed are left alone.
     with contextlib.suppress(OSError, CheckpointError):
         names = folder_entries(path)
         ids = {found[1] for name in names if (found := _NAMES_WITH_ID.fullmatch(name))}

@@ -92,7 +92,7 @@ class DcpCheckpoint:
         self._last: tuple[Item, Tensor] | None = None
         self._stored: dict[str, DcpTensor] = {}
         self._made: dict[str, Tensor] = {}
-        """By key, tensors that were made of other values in the files."""
+        """Tensors that were made of other values in the files, by key."""
         self.tied: Mapping[str, str] = {}
         try:
             self._arrange()

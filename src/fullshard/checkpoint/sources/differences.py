@@ -27,7 +27,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How a tensor differs that both checkpoints have."""
+    """The differences of a tensor that both checkpoints have."""
 
     first: TensorInfo
     second: TensorInfo
@@ -36,7 +36,7 @@ class TensorDifference:
     largest_absolute: float = 0.0
     """Infinite if one value is NaN, or if the shapes differ."""
     largest_relative: float = 0.0
-    """Relative to the larger of both values."""
+    """Share of the larger of both values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Differences:
     """Keys of tensors that only the first one has."""
     only_second: list[str] = field(default_factory=list)
     tensors: dict[str, TensorDifference] = field(default_factory=dict)
-    """By key, those that differ."""
+    """Tensors that differ, by key."""
     values: list[str] = field(default_factory=list)
     """A line for each difference in values that are not tensors: the optimizer's and extra."""
     compared: int = 0

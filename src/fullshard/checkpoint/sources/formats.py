@@ -93,7 +93,7 @@ def load(
         optimizer: Gets the state and the options of its parameter groups. It has the saved class, or one with the same
             state (docs/checkpoints.md).
         ema: Gets the averages, if the checkpoint has them.
-        base: Where the base is now, for a checkpoint of only what training has changed: by default at the same place beside
+        base: Present path of the base, for a checkpoint of only what training has changed: by default at the same place beside
             the checkpoint, or where it was when the checkpoint was saved. It must be the same base.
         without_optimizer: Do not load a saved optimizer's state: to evaluate, or to begin with a new optimizer. Averages are
             then loaded only if ``ema`` is passed.
@@ -134,7 +134,7 @@ def with_base(
 
     Args:
         source: An open checkpoint. If an error is raised, it is closed.
-        base: Where the base is now; by default beside the checkpoint as it was, or where it was.
+        base: Present path of the base; by default beside the checkpoint as it was, or where it was.
         rank_group: Ranks that all call it, and share the reading; by default this process by itself.
 
     Raises:
@@ -227,7 +227,7 @@ def use_source(
     """Open a checkpoint of any format, and return what ``use`` makes of it; if it is replaced meanwhile, use the new one.
 
     Args:
-        path: Where it is.
+        path: Its path.
         use: Called again with a new checkpoint if it raised `CheckpointError`, or if its result is not good.
         is_good: Whether a result can be trusted without asking for a new checkpoint.
     """

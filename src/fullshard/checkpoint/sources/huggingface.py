@@ -48,7 +48,7 @@ from fullshard.layout.blocks import Block, whole
 T = TypeVar("T")
 
 Rename = Callable[[str], str | None]
-"""From a weight's old name to its new one, or None to leave it out."""
+"""Renaming: a weight's old name to its new one, or None to leave it out."""
 
 MAX_FILE_BYTES = 5_000_000_000
 CAST_BYTES = 4 << 20
@@ -91,7 +91,7 @@ class HuggingFaceFolder:
         self.optimizer: Mapping[str, Any] | None = None
         self.extra: Any = None
         self._locations: dict[str, tuple[TensorFile, str]] = {}
-        """By key, the file of each tensor and its name there."""
+        """The file of each tensor and its name there, by key."""
         files = {name: file for file in _files(self.path) for name in file.entries}
         for name, renamed in _renamed({name: name for name in files}, rename, self.path).items():
             self._locations[f"{MODEL}{renamed}"] = files[name], name
@@ -299,7 +299,7 @@ def save_huggingface(
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """How to write a folder: see `write_huggingface`."""
+    """Options for writing a folder: see `write_huggingface`."""
 
     companions: Sequence[Any]
     max_file_bytes: int

@@ -29,7 +29,7 @@ class StoredCheckpoint:
 
     Args:
         path: The checkpoint's folder.
-        manifest: What its manifest says.
+        manifest: The content of its manifest.
     """
 
     format = "fullshard"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 MAX_GROWTH = 16
-"""How many times as many bytes the tensors of a file may have as the file. Elements of expanded tensors share memory, and
+"""Most bytes of a file's tensors, as a multiple of the file's. Elements of expanded tensors share memory, and
 tensors may be views of the same data; so a file of any size can describe any number of bytes."""
 
 

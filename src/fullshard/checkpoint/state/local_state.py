@@ -1,4 +1,4 @@
-"""What this rank holds of a model, and how that is sharded, for both APIs. It is read off the model without communication.
+"""This rank's part of a model, and its shardings, for both APIs. It is read off the model without communication.
 
     fully_shard, replicate              DTensors                 the sharding of their placements
     wrapper, any strategy               flat-sharded params      the sharding of the group's layout
@@ -65,13 +65,13 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalParam:
-    """How a parameter is sharded, and with it optimizer state that has an element for each of its elements."""
+    """The sharding of a parameter, and of optimizer state that has an element for each of its elements."""
 
     name: str
     shape: tuple[int, ...]
     sharding: Sharding
     window: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
-    """For a member of a `FlatParameter`, this rank's cell in the flat memory: first element, shape, strides."""
+    """This rank's cell in the flat memory, for a member of a `FlatParameter`: first element, shape, strides."""
 
     @property
     def is_whole(self) -> bool:
@@ -107,12 +107,12 @@ class LocalModelState:
         self.tied: dict[str, str] = {}
         """Further names of tensors, with the first name. Neither has the prefix of keys."""
         self.params: dict[nn.Parameter, list[LocalParam]] = {}
-        """For each parameter that an optimizer may have, its members: several for a `FlatParameter`, else one."""
+        """Members of each parameter that an optimizer may have: several for a `FlatParameter`, else one."""
         self.copied: dict[str, Tensor] = {}
-        """By key, whole tensors of which `LocalTensor.local` is a copy: buffers that have another dtype while the model
+        """Whole tensors of which `LocalTensor.local` is a copy, by key: buffers that have another dtype while the model
         computes, and tensors whose elements share memory (expanded ones, for instance). See `tensor_memory`."""
         self.extra_states: dict[str, nn.Module] = {}
-        """By key, modules with `get_extra_state`: `LocalTensor.local` is a copy of the state, or its JSON text."""
+        """Modules with `get_extra_state`, by key: `LocalTensor.local` is a copy of the state, or its JSON text."""
         self._shardings: dict[Hashable, Sharding] = {}
         self._holders: dict[Hashable, tuple[tuple[int, ...], ...]] = {}
         self._names: dict[Hashable, str] = {}
@@ -283,7 +283,7 @@ class LocalModelState:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor: the local part of a DTensor, or all of it."""
+    """Return this rank's part of a tensor: the local part of a DTensor, or all of it."""
     if isinstance(tensor, DTensor):
         tensor = torch_border.arrived(torch_border.local_of(tensor))
     return tensor.detach()

@@ -26,7 +26,7 @@ from fullshard.layout.blocks import Block, whole
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """What this rank reads of one stored tensor."""
+    """The blocks that this rank reads of one stored tensor."""
 
     key: str
     parts: list[tuple[Block, Tensor]]
@@ -35,20 +35,20 @@ class ReadRequest:
 
 @dataclass(slots=True)
 class Faults:
-    """Why a checkpoint does not fit, by full names."""
+    """Reasons why a checkpoint does not fit, by full names."""
 
     missing: list[str] = field(default_factory=list)
-    """What the checkpoint lacks."""
+    """Names that the checkpoint lacks."""
     unexpected: list[str] = field(default_factory=list)
-    """What it has that model and optimizer do not have."""
+    """Names that only the checkpoint has."""
     shapes: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     casts: list[str] = field(default_factory=list)
-    """What would have other values after a cast."""
+    """Tensors whose values a cast would change."""
     others: list[str] = field(default_factory=list)
     """Sentences about the optimizer."""
     kinds: list[str] = field(default_factory=list)
-    """Why this optimizer cannot take the saved optimizer's state."""
+    """Reasons why this optimizer cannot take the saved optimizer's state."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -116,7 +116,7 @@ class ModelTarget:
         """Compare a model with a source.
 
         Args:
-            model: What this rank holds.
+            model: This rank's part of the model.
             source: The checkpoint.
             cast: Let dtypes differ: of all tensors, or of those with these keys in the source.
             only: Names of the tensors to load; all by default, and then the source must have no others.
@@ -127,7 +127,7 @@ class ModelTarget:
         self._model = model
         self._cast = cast
         self._read: dict[str, Tensor] = {}
-        """By key, tensors that are read into memory other than the model's."""
+        """Tensors that are read into memory other than the model's, by key."""
         names = StoredNames(model, source.tied, _model_names(source.tensors))
         for tensor in model.tensors:
             name = tensor.key.removeprefix(MODEL)
@@ -163,7 +163,7 @@ class ModelTarget:
 
     @torch.no_grad()
     def install(self) -> None:
-        """Copy what was read into other memory: into tensors that need it, and to `set_extra_state` of modules."""
+        """Copy the values read into other memory: into tensors that need them, and to `set_extra_state` of modules."""
         for key, value in self._read.items():
             module = self._model.extra_states.get(key)
             if module is None:

@@ -114,11 +114,11 @@ class Compatibility:
     """Whether an optimizer can take the state of a checkpoint."""
 
     faults: list[str] = field(default_factory=list)
-    """Why it cannot."""
+    """Reasons why it cannot."""
     notes: list[str] = field(default_factory=list)
-    """What is not taken exactly as it was saved."""
+    """Sentences about state that is not taken exactly as it was saved."""
     own_options: list[frozenset[str]] = field(default_factory=list)
-    """For each of the optimizer's groups, options that it does not take from the checkpoint."""
+    """Options that it does not take from the checkpoint, for each of the optimizer's groups."""
 
 
 def check_compatibility(

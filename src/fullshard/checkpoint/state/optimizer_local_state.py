@@ -1,4 +1,4 @@
-"""What this rank holds of an optimizer: its options and numbers as a tree, and its tensors with their shardings.
+"""This rank's part of an optimizer: its options and numbers as a tree, and its tensors with their shardings.
 
 The optimizer's own state dict is not used, because loading it casts and moves tensors. Parameters have their names in
 the model without wrappers. So it does not matter in which order, over how many ranks, by which API, or in how many

@@ -112,7 +112,7 @@ class OptimizerTarget:
 
     @property
     def requests(self) -> list[ReadRequest]:
-        """What to read into which memory; the first access allocates it."""
+        """Requests of this rank, each with its memory; the first access allocates it."""
         if self._new is None:
             self._new = self._build(allocate=True)
         return self._new.requests

@@ -86,7 +86,7 @@ def build_loadable(
     by_name: bool = False,
     all_params: bool = False,
 ) -> dict[str, Any]:
-    """Build what the optimizer loads on this rank.
+    """Build the state dict that the optimizer loads on this rank.
 
     With ``from_rank0``, rank 0 sends its state dict to the others, whose own are not read. With ``sharded``, the
     state dict has sharded tensors. With ``by_name``, the optimizer knows its parameters by names. With ``all_params``,
@@ -164,7 +164,7 @@ def _agree_on_keys(
 
 @dataclass(frozen=True, slots=True)
 class _RankReport:
-    """What a rank reports before the first tensor is fetched."""
+    """A rank's report before the first tensor is fetched."""
 
     membership: Membership
     faults: list[str]
@@ -214,7 +214,7 @@ def _faults(outline: Outline, model_params: ModelParams, listing: Listing) -> li
 
 
 def _entry_faults(entry: Entry, outline: Outline) -> Iterator[str]:
-    """Yield what is wrong with the states of one parameter of the optimizer."""
+    """Yield the faults of the states of one parameter of the optimizer."""
     if entry.group is None:
         return
     states = {name: outline.states[name] for name in entry.names if name in outline.states}
@@ -363,7 +363,7 @@ def _shard_states(
 def _batches(
     outline: Outline, entries: Sequence[Entry]
 ) -> Iterator[tuple[str, list[tuple[Entry, str]]]]:
-    """Yield what to fetch together: tensors of one state and dtype, in the same order on all ranks."""
+    """Yield tensors to fetch together: those of one state and dtype, in the same order on all ranks."""
     batches: dict[tuple[str, torch.dtype], list[tuple[Entry, str]]] = {}
     for entry in entries:
         for name in entry.names:

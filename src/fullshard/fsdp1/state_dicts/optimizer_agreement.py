@@ -1,4 +1,4 @@
-"""What the optimizers of all ranks must have in common before their state is saved or loaded.
+"""Agreement of the optimizers of all ranks, before their state is saved or loaded.
 
 Every rank builds an optimizer of its own, over the same parameters. Each reports what its optimizer has
 (`Membership`), and all ranks compare all reports:
@@ -23,7 +23,7 @@ from fullshard.fsdp1.state_dicts.optimizer_params import Entry, Listing, ModelPa
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Which parameters the optimizer of one rank has, by their keys in the model."""
+    """Parameters that the optimizer of one rank has, by their keys in the model."""
 
     keys: frozenset[str]
     groups: tuple[frozenset[str], ...] | None
@@ -42,7 +42,7 @@ def membership_of(
     groups: Sequence[Sequence[Entry]] | None,
     options: Sequence[Mapping[str, Any]] = (),
 ) -> Membership:
-    """Return what this rank reports; ``options`` are given only if they must be the same on all ranks."""
+    """Return this rank's report; ``options`` are given only if they must be the same on all ranks."""
     empty = {entry.key for entry in model_params.entries.values() if not entry.holds_elements}
     own = frozenset(entry.key for entry in listing.entries)
     return Membership(
@@ -72,7 +72,7 @@ def _can_be_compared(value: object) -> bool:
 
 
 class Agreement:
-    """What the reports of all ranks say together; the same on every rank."""
+    """The reports of all ranks, compared; the same on every rank."""
 
     def __init__(
         self, reports: Mapping[int, Membership], model_params: ModelParams, own_rank: int

@@ -1,4 +1,4 @@
-"""Which parameters of the unwrapped model each parameter of an optimizer stands for.
+"""Parameters of the unwrapped model that each parameter of an optimizer stands for.
 
 entry   one parameter as the optimizer has it, with the names it stands for: several for a
         `FlatParameter`, one for any other
@@ -111,7 +111,7 @@ class ModelParams:
             param: managed.get(param) or Entry(param, key, (clean_name(key),))
             for param, key in keys.items()
         }
-        """By parameter, in the order of the model."""
+        """Entries by parameter, in the order of the model."""
         self.by_name = {name: entry for entry in self.entries.values() for name in entry.names}
         self._by_key = {clean_name(entry.key): entry for entry in self.entries.values()}
 
@@ -211,7 +211,7 @@ def listing_of(
 
 
 def unknown_param_paragraphs(faults: Iterable[str]) -> list[str]:
-    """Return what to say of an optimizer's parameters that the model does not have; nothing without faults."""
+    """Return a paragraph about an optimizer's parameters that the model does not have; nothing without faults."""
     return fault_paragraphs(
         faults,
         "All parameters of the optimizer must be parameters of the model, but these are not:",

@@ -1,4 +1,4 @@
-"""What ranks report about the state of their optimizers, and the plan made of all reports.
+"""Reports of ranks about the state of their optimizers, and the states that all reports agree on.
 
 A state of a parameter is one of
 
@@ -32,12 +32,12 @@ from fullshard.transport import collectives
 from fullshard.transport.tags import tag
 
 State = Mapping[str, Any]
-"""What an optimizer keeps of one parameter, by names of states."""
+"""An optimizer's state of one parameter, by names of states."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateReport:
-    """What a rank reports about one state of one parameter."""
+    """A rank's report about one state of one parameter."""
 
     dtype: torch.dtype | None
     """The dtype of elements; None for a value."""
@@ -47,11 +47,11 @@ class StateReport:
 
 @dataclass(slots=True)
 class RankReport:
-    """What a rank reports about its optimizer before any data is gathered."""
+    """A rank's report about its optimizer before any data is gathered."""
 
     membership: Membership
     states: dict[str, dict[str, StateReport]] = field(default_factory=dict)
-    """By keys of entries and names of states, for parameters that wrappers manage."""
+    """States by keys of entries and names of states, for parameters that wrappers manage."""
     plain: set[str] = field(default_factory=set)
     """Keys of plain parameters that have state."""
     keeps: bool = True
@@ -59,7 +59,7 @@ class RankReport:
     unknown_params: list[str] = field(default_factory=list)
     """Parameters of the optimizer that the model does not have."""
     malformed: list[str] = field(default_factory=list)
-    """Why the given state dict is none."""
+    """Reasons why the given state dict is none."""
     unknown_keys: list[str] = field(default_factory=list)
     """Keys of the given state dict that mean no parameter."""
     undividable: list[str] = field(default_factory=list)
@@ -67,17 +67,17 @@ class RankReport:
 
 
 @dataclass(slots=True)
-class PlannedStates:
+class AgreedStates:
     """The states of one parameter, from the reports of all ranks."""
 
     elements: dict[str, torch.dtype] = field(default_factory=dict)
-    """By name of state: elements to gather, of this dtype."""
+    """Elements to gather, of this dtype, by name of state."""
     values: dict[str, Any] = field(default_factory=dict)
-    """By name of state: values, the same on all ranks."""
+    """Values, the same on all ranks, by name of state."""
 
 
 def report_of(states: Mapping[Entry, State], membership: Membership) -> RankReport:
-    """Return what this rank reports about the states of its optimizer."""
+    """Return this rank's report about the states of its optimizer."""
     report = RankReport(membership)
     for entry, state in states.items():
         if entry.group is None:
@@ -122,21 +122,21 @@ def _described(value: Any) -> str:
     return f"is a {type(value).__name__} with tensors in it"
 
 
-def plan_states(
+def agreed_states(
     model_params: ModelParams, own: RankReport, process_groups: Sequence[ProcessGroup]
-) -> tuple[dict[str, PlannedStates], Agreement]:
-    """Return what to gather by keys of entries, and what ranks agree on; the same on all ranks. Collective."""
+) -> tuple[dict[str, AgreedStates], Agreement]:
+    """Return the states to gather by keys of entries, as ranks agree on them; the same on all ranks. Collective."""
     reports = collectives.values_by_rank(own, process_groups, tag("optimizer state dict"))
     _refuse_unreadable([*reports.values()])
     agreement = Agreement(
         {rank: report.membership for rank, report in reports.items()}, model_params, global_rank()
     )
     disagreements = _Disagreements()
-    plan = {}
+    by_key = {}
     for entry in model_params.entries.values():
-        planned = _planned_states(entry, reports, disagreements)
-        if planned is not None:
-            plan[entry.key] = planned
+        agreed = _agreed_on(entry, reports, disagreements)
+        if agreed is not None:
+            by_key[entry.key] = agreed
     paragraphs = [
         *agreement.faults,
         *disagreements.paragraphs,
@@ -144,7 +144,7 @@ def plan_states(
     ]
     if paragraphs:
         raise ConfigurationError("\n".join(paragraphs))
-    return plan, agreement
+    return by_key, agreement
 
 
 @dataclass(slots=True)
@@ -179,9 +179,9 @@ class _Disagreements:
         ]
 
 
-def _planned_states(
+def _agreed_on(
     entry: Entry, reports: Mapping[int, RankReport], disagreements: _Disagreements
-) -> PlannedStates | None:
+) -> AgreedStates | None:
     """Return the states of one parameter, or None if no rank has any; note what ranks do not agree on."""
     theirs = {rank: report.states.get(entry.key, {}) for rank, report in reports.items()}
     # A rank without elements may have any state, or none, so it does not count; unless no rank has elements.
@@ -189,7 +189,7 @@ def _planned_states(
     names = {name for rank in holders for name in theirs[rank]}
     if not names:
         return None
-    planned = PlannedStates()
+    agreed = AgreedStates()
     for name in sorted(names):
         found = {
             rank: theirs[rank][name] for rank in theirs if rank in holders and name in theirs[rank]
@@ -200,18 +200,18 @@ def _planned_states(
         dtypes = {report.dtype for report in found.values()}
         first, value = next((rank, report.value) for rank, report in found.items())
         if len(dtypes) == 1 and None not in dtypes:
-            (planned.elements[name],) = (dtype for dtype in dtypes if dtype is not None)
+            (agreed.elements[name],) = (dtype for dtype in dtypes if dtype is not None)
         elif any(report.dtype is not None and report.value is None for report in found.values()):
             kinds = {rank: str(report.dtype) for rank, report in found.items()}
             disagreements.dtypes.append(f"{entry.label}: {name}, by rank: {kinds}")
         else:
-            planned.values[name] = value
+            agreed.values[name] = value
             disagreements.values += [
                 f"{entry.label}: {name} is {value} on rank {first}, {report.value} on rank {rank}"
                 for rank, report in found.items()
                 if not same(value, report.value)
             ]
-    return planned
+    return agreed
 
 
 def _lost_states(model_params: ModelParams, reports: Mapping[int, RankReport]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where the tensors of an optimizer's state dict come from when it is loaded.
+"""Sources of the tensors of an optimizer's state dict when it is loaded.
 
     FullTensors      every rank has full tensors: no communication
     ShardedTensors   every rank has shards, DTensors or ShardedTensors: gathered
@@ -41,7 +41,7 @@ class Outline:
     """A state dict without the data of its tensors; 0-d tensors that are values stay."""
 
     states: dict[str, dict[str, Any]]
-    """By names of parameters."""
+    """States by names of parameters."""
     foreign: dict[Any, Any]
     """Entries of the state that belong to no parameter."""
     groups: list[dict[str, Any]] | None
@@ -108,7 +108,7 @@ class StateSource:
         """Read the state dict; ``foreign`` keys of its state belong to no parameter."""
         self.outline: Outline | None = None
         self.faults = state_dict_faults(state_dict)
-        """Why the state dict has no outline."""
+        """Reasons why the state dict has no outline."""
         self.tensors: dict[tuple[str, str], Any] = {}
         """The tensors that this rank has, by names of parameters and of states."""
         if state_dict is None or self.faults:

@@ -1,7 +1,7 @@
 """`optim_state_dict`: the state of an optimizer by the names of the unwrapped model's parameters.
 
     1. report   which states this rank has of which parameters, without their data
-    2. plan     what to gather, from the reports of all ranks (`optimizer_state_reports`)
+    2. agree    on what to gather, from the reports of all ranks (`optimizer_state_reports`)
     3. gather   one gather of all parameters' elements per wrapper and state
 
 `loadable_optimizer_state` is the way back.
@@ -39,9 +39,9 @@ from fullshard.fsdp1.state_dicts.optimizer_params import (
     state_dict_faults,
 )
 from fullshard.fsdp1.state_dicts.optimizer_state_reports import (
-    PlannedStates,
+    AgreedStates,
     State,
-    plan_states,
+    agreed_states,
     report_of,
 )
 from fullshard.fsdp1.state_dicts.settings import settings_of
@@ -51,7 +51,7 @@ from fullshard.storage.buffers import in_memory_order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How an optimizer's state dict is made."""
+    """Options of an optimizer's state dict."""
 
     sharded: bool = False
     """Whether elements become sharded tensors; otherwise they are full on each rank."""
@@ -112,7 +112,7 @@ def build_state_dict(
     report.unknown_params, report.malformed = unknown_params, malformed
     report.unknown_keys = _unknown_keys(model_params, listing, state_dict)
     report.keeps = keeps = not options.first_only or is_first(process_groups)
-    plan, agreement = plan_states(model_params, report, process_groups)
+    by_key, agreement = agreed_states(model_params, report, process_groups)
     result = _CollectedStates(options, keeps)
     for entry in states if keeps else ():
         if entry.group is None:
@@ -120,7 +120,7 @@ def build_state_dict(
                 entry.names[0], {name: result.copied(v) for name, v in states[entry].items()}
             )
     for entries in _by_group(model_params):
-        _gather_group(entries, plan, states, result)
+        _gather_group(entries, by_key, states, result)
     if not keeps:
         return {}
     return {
@@ -265,25 +265,25 @@ def _by_group(model_params: ModelParams) -> Iterator[list[Entry]]:
 
 def _gather_group(
     entries: Sequence[Entry],
-    plan: Mapping[str, PlannedStates],
+    by_key: Mapping[str, AgreedStates],
     states: Mapping[Entry, State],
     result: _CollectedStates,
 ) -> None:
     """Add the states of one group's parameters, with one gather per state and dtype. Collective."""
-    planned = [(entry, plan[entry.key]) for entry in entries if entry.key in plan]
-    gathers = dict.fromkeys(kind for _, each in planned for kind in each.elements.items())
-    for entry, each in planned:
+    agreed = [(entry, by_key[entry.key]) for entry in entries if entry.key in by_key]
+    gathers = dict.fromkeys(kind for _, each in agreed for kind in each.elements.items())
+    for entry, each in agreed:
         if not entry.flat:
             _add_values(entry, each, states, result)
     for name, dtype in sorted(gathers, key=str):
-        members = [entry for entry, each in planned if each.elements.get(name) == dtype]
+        members = [entry for entry, each in agreed if each.elements.get(name) == dtype]
         full = _full_elements(members, name, dtype, states)
         if result.keeps:
             for entry, index, member in _members(members):
                 tensor = full[index]
                 assert tensor is not None, "its segment was gathered"
                 result.add(member, {name: result.elements(entry, index, tensor)})
-    for entry, each in planned:
+    for entry, each in agreed:
         if entry.flat:
             _add_values(entry, each, states, result)
 
@@ -296,19 +296,19 @@ def _members(entries: Sequence[Entry]) -> Iterator[tuple[Entry, int, str]]:
 
 
 def _add_values(
-    entry: Entry, planned: PlannedStates, states: Mapping[Entry, State], result: _CollectedStates
+    entry: Entry, agreed: AgreedStates, states: Mapping[Entry, State], result: _CollectedStates
 ) -> None:
     """Add the values of an entry in torch's order: tensors first for a FlatParameter, last for others."""
     names = sorted(
-        planned.values,
-        key=lambda name: (isinstance(planned.values[name], Tensor) is not entry.flat, name),
+        agreed.values,
+        key=lambda name: (isinstance(agreed.values[name], Tensor) is not entry.flat, name),
     )
     own = states.get(entry, {}) if entry.holds_elements else {}
     for member in entry.names if result.keeps else ():
         for name in names:
-            value = planned.values[name]
+            value = agreed.values[name]
             if name in own and same(own[name], value):
-                value = own[name]  # on its own device: the plan's value is on the CPU
+                value = own[name]  # on its own device: the agreed value is on the CPU
             result.add(member, {name: result.copied(value)})
 
 

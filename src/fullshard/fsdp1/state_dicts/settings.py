@@ -1,4 +1,4 @@
-"""Which kind of state dict the wrappers of a model make: `set_state_dict_type` and its relatives."""
+"""Settings of the state dicts that a model's wrappers make: `set_state_dict_type` and its relatives."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
 
 
 def for_torch_s_functions(cls: type[WrapperBase]) -> torch_border.StateDictWrapper:
-    """Return what torch's functions for state dicts must know of the class of wrappers."""
+    """Return the facts about the class of wrappers for torch's functions for state dicts."""
     return torch_border.StateDictWrapper(
         cls=cls,
         hybrid_strategies=(ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2),

@@ -17,7 +17,7 @@ A step:
     2. exchange     one all-reduce (maximum) of those of blocks that several ranks share; none if no block is shared
     3. fragments    update and codes, with the scales that were found; averages are computed again, rather than kept
     4. rows         whole blocks: averages, scale, update and codes, in one pass
-    5. gather       with ``shard_over_replicas``: the parts that other replicas have updated (`block_replicas`)
+    5. gather       with ``shard_over_replicas``: the parts that other replicas have updated (`eight_bit.replicas`)
 
 An all-reduce of two numbers for each shared block is what a common scale costs. Blocks that end where shards do would need none,
 but then the number of ranks would change the result.
@@ -38,7 +38,7 @@ from fullshard import torch_border
 from fullshard.errors import ConfigurationError, UnsupportedError, UsageError, fault_paragraphs
 from fullshard.optim.eight_bit.replicas import ReplicaBucket
 from fullshard.optim.eight_bit.step import BlockStep, chunks_of_fragments, chunks_of_rows
-from fullshard.optim.eight_bit.units import BlockPlan, Unit, in_order_of
+from fullshard.optim.eight_bit.strips import BlockState, Strip, in_order_of
 from fullshard.optim.eight_bit.update import stored_values
 from fullshard.optim.fused_shards import like_param, local_of
 from fullshard.optim.param_cuts import cuts_of_members, refuse_sparse_gradients
@@ -108,8 +108,8 @@ class AdamW8bit(torch.optim.AdamW):
 
     def _begin(self) -> None:
         """Begin without state."""
-        self._plan: BlockPlan | None = None
-        self._planned_ids: list[list[int]] = []
+        self._blocks: BlockState | None = None
+        self._known_ids: list[list[int]] = []
         self._per_param: defaultdict[Any, Any] = defaultdict(dict)
         self._is_split = False
         """Whether `_per_param` has the state, as users see it."""
@@ -152,7 +152,7 @@ class AdamW8bit(torch.optim.AdamW):
     @property
     def state_bytes(self) -> int:
         """Memory of the state on this rank, in the form that it has now."""
-        found = 0 if self._plan is None else self._plan.state_bytes
+        found = 0 if self._blocks is None else self._blocks.state_bytes
         if self._is_split:
             found += sum(
                 local_of(value).nbytes
@@ -175,8 +175,8 @@ class AdamW8bit(torch.optim.AdamW):
     def state(self, state: Mapping[Any, Any]) -> None:
         self._per_param = defaultdict(dict, state)
         self._is_split = True
-        if self._plan is not None:
-            self._plan.release()
+        if self._blocks is not None:
+            self._blocks.release()
 
     @property
     def shards_over_replicas(self) -> bool:
@@ -188,7 +188,7 @@ class AdamW8bit(torch.optim.AdamW):
         self.state = self._whole_states(on_host=False)
 
     def states_to_save(self) -> Mapping[Any, Any]:
-        """Return what `state` is. With ``shard_over_replicas`` it is gathered into host memory. Collective then."""
+        """Return the content of `state`. With ``shard_over_replicas`` it is gathered into host memory. Collective then."""
         if self._is_split or not self.shards_over_replicas:
             return self.state
         return self._whole_states(on_host=True)
@@ -196,35 +196,35 @@ class AdamW8bit(torch.optim.AdamW):
     def replace_states(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Let parameters have these states, and no others. Elements may be in host memory."""
         self.state = states
-        self._current_plan()
+        self._current_blocks()
         self._join()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, which is AdamW's. With ``shard_over_replicas`` collective."""
         found = super().state_dict()
-        if self.shards_over_replicas and self._plan is not None:
+        if self.shards_over_replicas and self._blocks is not None:
             self._join()  # keeps this replica's part of what was gathered
         return found
 
     @torch.no_grad()
     def _whole_states(self, *, on_host: bool) -> dict[nn.Parameter, dict[str, Any]]:
         """Return the state of each parameter, bucket by bucket. Collective, if replicas divide it."""
-        if self._plan is None:
+        if self._blocks is None:
             return {}
-        self._check_replicas(self._plan)
+        self._check_replicas(self._blocks)
         found = {}
-        for bucket, units in self._plan.turns:
+        for bucket, strips in self._blocks.turns:
             averages = {
-                param: self._own_averages(unit, number)
-                for unit in units
-                for number, param in enumerate(unit.params)
-                if unit.has_state(number)
+                param: self._own_averages(strip, number)
+                for strip in strips
+                for number, param in enumerate(strip.params)
+                if strip.has_state(number)
             }
             if bucket is not None:
-                _gather(bucket, units, averages)
+                _gather(bucket, strips, averages)
             for param, values in averages.items():
                 found[param] = {
-                    "step": torch.tensor(float(self._plan.steps_of(param))),
+                    "step": torch.tensor(float(self._blocks.steps_of(param))),
                     **{
                         key: like_param(param, value.cpu() if on_host else value)
                         for key, value in zip(_AVERAGES, values, strict=True)
@@ -233,23 +233,23 @@ class AdamW8bit(torch.optim.AdamW):
         params = (param for group in self.param_groups for param in group["params"])
         return {param: found[param] for param in params if param in found}
 
-    def _own_averages(self, unit: Unit, number: int) -> list[Tensor]:
+    def _own_averages(self, strip: Strip, number: int) -> list[Tensor]:
         """Return the averages of a parameter, like the parameter. Those of other replicas are zero."""
-        param = unit.params[number]
+        param = strip.params[number]
         local = local_of(param).detach()
         averages = [torch.zeros_like(local, dtype=torch.float32) for _ in _AVERAGES]
         flat = [in_order_of(average, local) for average in averages]
-        if number in unit.old:
-            part = unit.own_part(number)
-            torch._foreach_copy_([each[part] for each in flat], list(unit.old[number]))
+        if number in strip.old:
+            part = strip.own_part(number)
+            torch._foreach_copy_([each[part] for each in flat], list(strip.old[number]))
         else:
-            self._decode(unit, number, flat)
+            self._decode(strip, number, flat)
         return averages
 
-    def _check_replicas(self, plan: BlockPlan) -> None:
+    def _check_replicas(self, blocks: BlockState) -> None:
         """Raise an error unless replicas have counted the same steps of each parameter."""
         by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
-        for bucket, _ in plan.turns:
+        for bucket, _ in blocks.turns:
             if bucket is not None:
                 by_group.setdefault(bucket.group, []).extend(bucket.params)
         number_of = {
@@ -258,7 +258,7 @@ class AdamW8bit(torch.optim.AdamW):
             for index, param in enumerate(group["params"])
         }
         for process_group, params in by_group.items():
-            counts = [plan.steps_of(param) for param in params]
+            counts = [blocks.steps_of(param) for param in params]
             by_replica = collectives.values_of_all_ranks(counts, process_group, STATES)
             raise_differences(
                 f"{number_of[param]}: steps by replica {list(steps)}"
@@ -266,29 +266,29 @@ class AdamW8bit(torch.optim.AdamW):
                 if len(set(steps)) > 1
             )
 
-    def _decode(self, unit: Unit, number: int, into: Sequence[Tensor]) -> None:
+    def _decode(self, strip: Strip, number: int, into: Sequence[Tensor]) -> None:
         """Write the averages of a parameter, from their codes."""
-        assert self._plan is not None, "there are codes"
-        start, size = unit.starts[number], unit.size
-        every_row, fragments = unit.parts([number])
-        for rows in chunks_of_rows(every_row, unit):
+        assert self._blocks is not None, "there are codes"
+        start, size = strip.starts[number], strip.size
+        every_row, fragments = strip.parts([number])
+        for rows in chunks_of_rows(every_row, strip):
             span = slice(rows.start, rows.start + rows.count * size)
-            scales = unit.scales[:, rows.slot : rows.slot + rows.count]
-            values = stored_values(*unit.codes[:, span].view(2, -1, size), *scales)
+            scales = strip.scales[:, rows.slot : rows.slot + rows.count]
+            values = stored_values(*strip.codes[:, span].view(2, -1, size), *scales)
             for out, value in zip(into, values, strict=True):
                 out[span.start - start : span.stop - start] = value.flatten()
-        table, width = self._plan.tables[unit.memory.device], self._plan.width
+        table, width = self._blocks.tables[strip.memory.device], self._blocks.width
         for part in chunks_of_fragments(fragments, width):
             places, _ = part.elements(width)
-            values = stored_values(*unit.codes[:, places], *table[:, part.slots])
+            values = stored_values(*strip.codes[:, places], *table[:, part.slots])
             for out, value in zip(into, values, strict=True):
                 out[places - start] = value
 
     @torch.no_grad()
     def _join(self) -> None:
         """Take over what users have left in `state`."""
-        plan = self._plan
-        assert plan is not None, "it was made for these parameters"
+        blocks = self._blocks
+        assert blocks is not None, "it was made for these parameters"
         faults = []
         for number, group in enumerate(self.param_groups):
             self._check_options(number)  # loading has replaced them
@@ -309,16 +309,16 @@ class AdamW8bit(torch.optim.AdamW):
                 ]
                 means, squares = locals_
                 if means is not None and squares is not None:
-                    unit, place = plan.places[param]
-                    unit.counts[place] = int(state["step"])
-                    unit.old[place] = unit.own_averages(place, means, squares)
+                    strip, place = blocks.places[param]
+                    strip.counts[place] = int(state["step"])
+                    strip.old[place] = strip.own_averages(place, means, squares)
         for paragraph in fault_paragraphs(
             faults,
             "The state of a parameter must be that of AdamW, sharded as the parameter is; these are not:",
             "Load full tensors, and tensors on other meshes, with "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict.",
         ):
-            plan.release()
+            blocks.release()
             raise ConfigurationError(paragraph)
         self._per_param = defaultdict(dict)
         self._is_split = False
@@ -338,7 +338,7 @@ class AdamW8bit(torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `load_state_dict`, or a copy, brings."""
-        if "_plan" not in self.__dict__:
+        if "_blocks" not in self.__dict__:
             self._begin()
         others = {key: value for key, value in state.items() if key != "state"}
         self.__dict__.update(others)
@@ -367,57 +367,57 @@ class AdamW8bit(torch.optim.AdamW):
             raise UsageError(
                 "A step of AdamW8bit counts on the host, so it cannot be captured in a CUDA graph. Call it outside."
             )
-        plan = self._current_plan()
+        blocks = self._current_blocks()
         if self._is_split:
             self._join()
-        gradients = [unit.shard.gradients() for unit in plan.units]
+        gradients = [strip.shard.gradients() for strip in blocks.strips]
         if not all(map(_all_dense, gradients)):
             refuse_sparse_gradients(self)
-        step = BlockStep(plan, self._compile)
-        for unit, of_unit in zip(plan.units, gradients, strict=True):
-            self._add_unit(step, unit, of_unit)
+        step = BlockStep(blocks, self._compile)
+        for strip, of_strip in zip(blocks.strips, gradients, strict=True):
+            self._add_strip(step, strip, of_strip)
         step.run()
         torch.autograd.graph.increment_version(step.written)
         return loss
 
-    def _current_plan(self) -> BlockPlan:
-        """Return the plan of the parameters as they are now."""
+    def _current_blocks(self) -> BlockState:
+        """Return the blocks of the parameters as they are now."""
         ids = [list(map(id, group["params"])) for group in self.param_groups]
-        if self._plan is None or ids != self._planned_ids or not self._plan.fits:
+        if self._blocks is None or ids != self._known_ids or not self._blocks.fits:
             for number in range(len(self.param_groups)):
                 self._check_group(number)  # users, and load_state_dict, may have changed it
             if not self._is_split:
                 self._split()
-            self._plan = BlockPlan(
+            self._blocks = BlockState(
                 [group["params"] for group in self.param_groups],
                 self.block_size,
                 self._bucket_numel,
             )
-            self._planned_ids = ids
-        return self._plan
+            self._known_ids = ids
+        return self._blocks
 
-    def _add_unit(self, step: BlockStep, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
-        """Add what a step has to do in a unit: for parameters in codes and with the same number of steps together."""
+    def _add_strip(self, step: BlockStep, strip: Strip, gradients: Sequence[Tensor | None]) -> None:
+        """Add the work of a step in a strip: for parameters in codes and with the same number of steps together."""
         present = [number for number, each in enumerate(gradients) if each is not None]
         if not present:
             return
-        group, counts = self.param_groups[unit.group], unit.counts
-        gradient = unit.gradient(gradients)
+        group, counts = self.param_groups[strip.group], strip.counts
+        gradient = strip.gradient(gradients)
         if group["maximize"]:
             gradient = gradient.neg()
-        if not unit.old and counts.count(counts[0]) == len(counts) == len(present):
+        if not strip.old and counts.count(counts[0]) == len(counts) == len(present):
             count = counts[0] + 1
-            unit.counts = [count] * len(counts)
-            step.add(unit, present, gradient, group, count, None)
+            strip.counts = [count] * len(counts)
+            step.add(strip, present, gradient, group, count, None)
             return
         together: dict[tuple[int, int | None], list[int]] = {}
         for number in present:
             counts[number] += 1
-            alone = number if number in unit.old else None
+            alone = number if number in strip.old else None
             together.setdefault((counts[number], alone), []).append(number)
         for (count, alone), numbers in together.items():
-            old = None if alone is None else unit.old[alone]
-            step.add(unit, numbers, gradient, group, count, old)
+            old = None if alone is None else strip.old[alone]
+            step.add(strip, numbers, gradient, group, count, old)
 
 
 def _all_dense(gradients: Sequence[Tensor | None]) -> bool:
@@ -427,17 +427,19 @@ def _all_dense(gradients: Sequence[Tensor | None]) -> bool:
 
 
 def _gather(
-    bucket: ReplicaBucket, units: Sequence[Unit], averages: Mapping[nn.Parameter, Sequence[Tensor]]
+    bucket: ReplicaBucket,
+    strips: Sequence[Strip],
+    averages: Mapping[nn.Parameter, Sequence[Tensor]],
 ) -> None:
     """Write the parts of averages that other replicas have."""
     for kind in range(len(_AVERAGES)):
         segments = [
             [
                 (start, in_order_of(averages[param][kind], local_of(param)))
-                for param, start in zip(unit.params, unit.shard.starts, strict=True)
+                for param, start in zip(strip.params, strip.shard.starts, strict=True)
                 if param in averages
             ]
-            for unit in units
+            for strip in strips
         ]
         for message in bucket.messages(segments):
             message.start(STATES)

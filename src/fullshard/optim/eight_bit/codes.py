@@ -25,7 +25,7 @@ SMALLEST_SCALE = 2.0**-100
 
 _SHIFT = 20
 _DROPPED = 4
-"""Of the 20 bits that are dropped, the last ones that are not rounded at random: the hash has 16 bits for each number."""
+"""Last bits, of the 20 dropped ones, that are not rounded at random: the hash has 16 bits for each number."""
 _ONE = 127 << 3
 """The upper bits of the fp32 number 1."""
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000

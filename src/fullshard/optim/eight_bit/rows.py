@@ -1,4 +1,4 @@
-"""Which blocks of a whole tensor a rank holds: as rows of its memory, and as fragments.
+"""Blocks of a whole tensor that a rank holds: as rows of its memory, and as fragments.
 
 Blocks are laid out on the whole tensor, as it is stored: block n has its elements ``n * size`` to ``(n + 1) * size``. So they do
 not depend on the number of ranks. What a rank holds is one run of elements, or several of the same length:

@@ -1,4 +1,4 @@
-"""One step of AdamW over units: fragments, the exchange of shared blocks, fragments again, rows. See `adamw8bit`."""
+"""One step of AdamW over strips: fragments, the exchange of shared blocks, fragments again, rows. See `adamw8bit`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fullshard import torch_border
 from fullshard.optim.eight_bit.codes import SMALLEST_SCALE, largest
 from fullshard.optim.eight_bit.replicas import ReplicaBucket
-from fullshard.optim.eight_bit.units import BlockPlan, Fragments, Rows, Unit
+from fullshard.optim.eight_bit.strips import BlockState, Fragments, Rows, Strip
 from fullshard.optim.eight_bit.update import (
     can_compile,
     codes,
@@ -25,27 +25,27 @@ from fullshard.optim.eight_bit.update import (
 )
 
 _CHUNK_NUMEL = {"cpu": 1 << 16}
-"""How many elements are computed with at once, by operators: on a CPU as many as its cache holds."""
+"""Elements computed with at once, by operators: on a CPU as many as its cache holds."""
 _DEVICE_CHUNK_NUMEL = 1 << 24
 
 _VARYING = (1, 8)
 """The arguments of `update_rows` that are other tensors in every step: the gradient, and the numbers."""
 
 Averages = tuple[Tensor, Tensor]
-"""Of gradients, and of their squares."""
+"""Averages of gradients, and of their squares."""
 
 
 def _chunk_numel(device: torch.device) -> int:
     return _CHUNK_NUMEL.get(device.type, _DEVICE_CHUNK_NUMEL)
 
 
-def chunks_of_rows(rows: Iterable[Rows], unit: Unit) -> Iterator[Rows]:
+def chunks_of_rows(rows: Iterable[Rows], strip: Strip) -> Iterator[Rows]:
     """Yield rows in parts that are computed at once."""
-    count = max(_chunk_numel(unit.memory.device) // unit.size, 1)
+    count = max(_chunk_numel(strip.memory.device) // strip.size, 1)
     for each in rows:
         for done in range(0, each.count, count):
             yield Rows(
-                each.start + done * unit.size, min(count, each.count - done), each.slot + done
+                each.start + done * strip.size, min(count, each.count - done), each.slot + done
             )
 
 
@@ -61,34 +61,34 @@ def chunks_of_fragments(fragments: Fragments, width: int) -> Iterator[Fragments]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Item:
-    """Parameters of a unit that are updated with the same numbers."""
+    """Parameters of a strip that are updated with the same numbers."""
 
-    unit: Unit
+    strip: Strip
     members: Sequence[int]
-    """The parameters, by their numbers in the unit."""
+    """The parameters, by their numbers in the strip."""
     rows: Sequence[Rows]
     fragments: Fragments
     gradient: Tensor
-    """Of the whole unit."""
+    """The gradient of the whole strip."""
     numbers: Tensor
     old: Averages | None
     """Averages in fp32 in place of the codes; of one parameter."""
     start: int
-    """The first element of `old` in the unit."""
+    """The first element of `old` in the strip."""
 
     @property
     def params(self) -> Sequence[nn.Parameter]:
-        params = self.unit.params
+        params = self.strip.params
         if len(self.members) == len(params):
             return params
         return [params[number] for number in self.members]
 
     def update_rows(self, compile: bool | None) -> None:
-        unit, size = self.unit, self.unit.size
-        device = unit.memory.device
+        strip, size = self.strip, self.strip.size
+        device = strip.memory.device
         is_compiled = can_compile(device) if compile is None else compile
         note_kernel = torch_border.device_for(device).note_kernel
-        for rows in self.rows if is_compiled else chunks_of_rows(self.rows, unit):
+        for rows in self.rows if is_compiled else chunks_of_rows(self.rows, strip):
             begin, end = rows.start, rows.start + rows.count * size
             gradient = self.gradient
             if rows.count * size < gradient.numel():
@@ -98,27 +98,27 @@ class _Item:
             if self.old is not None:
                 span = slice(begin - self.start, end - self.start)
                 old = (self.old[0][span].view(-1, size), self.old[1][span].view(-1, size))
-            elif is_compiled and (repeat := unit.repeats.get((rows, gradient.dtype))):
+            elif is_compiled and (repeat := strip.repeats.get((rows, gradient.dtype))):
                 repeat(gradient, self.numbers)
                 continue
             # Parts that are computed at once are many, so their views are not kept.
-            param, *state = unit.views(rows, keep=is_compiled)
+            param, *state = strip.views(rows, keep=is_compiled)
             arguments: tuple[Any, ...] = (param, gradient, old, *state, self.numbers)
             if not is_compiled:
                 update_rows(*arguments)
                 continue
             if note_kernel is not None:
                 averages = state[:4] if old is None else old
-                read = (param, gradient, *averages, unit.blocks[: rows.count])
+                read = (param, gradient, *averages, strip.blocks[: rows.count])
                 note_kernel("AdamW8bit.update_rows", read, (param, *state[:4]))
                 continue
             found = compiled().run(arguments, varying=_VARYING)
             if old is None:
-                unit.repeats[rows, gradient.dtype] = found
+                strip.repeats[rows, gradient.dtype] = found
 
 
 class _Batch:
-    """Fragments of several units that are computed at once."""
+    """Fragments of several strips that are computed at once."""
 
     def __init__(self, parts: Sequence[tuple[_Item, Fragments]], width: int) -> None:
         self._parts = parts
@@ -136,7 +136,7 @@ class _Batch:
         """Update parameters and codes, with the scales of the table before and the new ones after."""
         elements = self._elements()
         means, squares = self._averages(table, elements)
-        param = torch.cat([item.unit.memory[at] for (item, _), (at, _) in self._zip(elements)])
+        param = torch.cat([item.strip.memory[at] for (item, _), (at, _) in self._zip(elements)])
         param = updated(param, means, squares, self._numbers).to(param.dtype)
         new = (scales[0, self._slots], scales[1, self._slots])
         indices = torch.cat([each for _, each in elements])
@@ -145,8 +145,8 @@ class _Batch:
         for (item, fragments), (places, _) in self._zip(elements):
             span = slice(begin, begin + len(fragments))
             begin = span.stop
-            item.unit.memory[places] = param[span]
-            for own, each in zip(item.unit.codes, found, strict=True):
+            item.strip.memory[places] = param[span]
+            for own, each in zip(item.strip.codes, found, strict=True):
                 own[places] = each[span]
 
     def keep_scales(self, table: Tensor, scales: Tensor) -> None:
@@ -164,7 +164,7 @@ class _Batch:
         gradient = torch.cat([item.gradient[at] for (item, _), (at, _) in self._zip(elements)])
         if self._parts[0][0].old is None:
             both = torch.cat(
-                [item.unit.codes[:, at] for (item, _), (at, _) in self._zip(elements)], 1
+                [item.strip.codes[:, at] for (item, _), (at, _) in self._zip(elements)], 1
             )
             old = stored_values(*both, *table[:, self._slots])
         else:
@@ -179,8 +179,8 @@ class _Batch:
 class BlockStep:
     """One step: what has gradients is added, then `run`."""
 
-    def __init__(self, plan: BlockPlan, compile: bool | None) -> None:
-        self._plan = plan
+    def __init__(self, blocks: BlockState, compile: bool | None) -> None:
+        self._blocks = blocks
         self._compile = compile
         self._items: list[_Item] = []
         self._numbers: dict[tuple[int, int, torch.device], Tensor] = {}
@@ -189,30 +189,30 @@ class BlockStep:
 
     def add(
         self,
-        unit: Unit,
+        strip: Strip,
         numbers: Sequence[int],
         gradient: Tensor,
         group: Mapping[str, Any],
         count: int,
         old: Averages | None,
     ) -> None:
-        """Add parameters of a unit, by their numbers in it.
+        """Add parameters of a strip, by their numbers in it.
 
         Args:
-            unit: The unit.
+            strip: The strip.
             numbers: Those with the same ``count``; one, if it has ``old``.
-            gradient: That of the unit.
+            gradient: That of the strip.
             group: The options.
             count: Number of this step, from 1.
             old: Averages in fp32 that replace the codes.
         """
-        key = (unit.group, count, unit.memory.device)
+        key = (strip.group, count, strip.memory.device)
         if key not in self._numbers:
-            self._numbers[key] = step_numbers(group, count, unit.memory.device)
-        rows, fragments = unit.parts(numbers)
-        start = max(unit.starts[numbers[0]], 0)
+            self._numbers[key] = step_numbers(group, count, strip.memory.device)
+        rows, fragments = strip.parts(numbers)
+        start = max(strip.starts[numbers[0]], 0)
         self._items.append(
-            _Item(unit, numbers, rows, fragments, gradient, self._numbers[key], old, start)
+            _Item(strip, numbers, rows, fragments, gradient, self._numbers[key], old, start)
         )
 
     @property
@@ -224,34 +224,34 @@ class BlockStep:
     def run(self) -> None:
         """Update everything. Collective, if ranks share blocks, also where nothing was added."""
         batches = list(self._batches())
-        if batches or self._plan.has_shared_blocks:
+        if batches or self._blocks.has_shared_blocks:
             self._update_fragments(batches)
         self._update_rows()
         for item in self._items:
             if item.old is not None:  # in codes now
-                del item.unit.old[item.members[0]]
+                del item.strip.old[item.members[0]]
 
     def _update_fragments(self, batches: Sequence[_Batch]) -> None:
         """Find the scales of blocks that fragments belong to, with other ranks where these have parts; then update."""
-        plan = self._plan
-        maxima = {device: torch.zeros_like(table) for device, table in plan.tables.items()}
+        blocks = self._blocks
+        maxima = {device: torch.zeros_like(table) for device, table in blocks.tables.items()}
         for batch in batches:
-            batch.find_maxima(plan.tables[batch.device], maxima[batch.device])
-        plan.exchange(maxima)
+            batch.find_maxima(blocks.tables[batch.device], maxima[batch.device])
+        blocks.exchange(maxima)
         scales = {device: found.clamp_(min=SMALLEST_SCALE) for device, found in maxima.items()}
         for batch in batches:
-            batch.update(plan.tables[batch.device], scales[batch.device])
+            batch.update(blocks.tables[batch.device], scales[batch.device])
         for batch in batches:  # not before: several batches may have parts of one block
-            batch.keep_scales(plan.tables[batch.device], scales[batch.device])
+            batch.keep_scales(blocks.tables[batch.device], scales[batch.device])
 
     def _update_rows(self) -> None:
         """Update rows bucket by bucket. Replicas gather each bucket while the next one is updated."""
-        by_unit: dict[int, list[_Item]] = {}
+        by_strip: dict[int, list[_Item]] = {}
         for item in self._items:
-            by_unit.setdefault(id(item.unit), []).append(item)
+            by_strip.setdefault(id(item.strip), []).append(item)
         on_its_way: ReplicaBucket | None = None
-        for bucket, units in self._plan.turns:
-            for item in (item for unit in units for item in by_unit.get(id(unit), ())):
+        for bucket, strips in self._blocks.turns:
+            for item in (item for strip in strips for item in by_strip.get(id(strip), ())):
                 item.update_rows(self._compile)
             if bucket is not None and bucket.is_trained:
                 bucket.start()
@@ -262,19 +262,19 @@ class BlockStep:
 
     def _batches(self) -> Iterator[_Batch]:
         """Yield all fragments, in batches of one kind and of limited size."""
-        width = self._plan.width
+        width = self._blocks.width
         by_kind: dict[Any, list[tuple[_Item, Fragments]]] = {}
         for item in self._items:
             for part in chunks_of_fragments(item.fragments, width):
                 kind = (
-                    item.unit.memory.dtype,
+                    item.strip.memory.dtype,
                     item.gradient.dtype,
                     id(item.numbers),
                     item.old is None,
                 )
                 by_kind.setdefault(kind, []).append((item, part))
         for parts in by_kind.values():
-            limit = max(_chunk_numel(parts[0][0].unit.memory.device) // width, 1)
+            limit = max(_chunk_numel(parts[0][0].strip.memory.device) // width, 1)
             taken: list[tuple[_Item, Fragments]] = []
             for item, part in parts:
                 if taken and sum(len(each) for _, each in taken) + len(part) > limit:

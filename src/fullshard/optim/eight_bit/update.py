@@ -27,7 +27,7 @@ from fullshard.optim.eight_bit.codes import (
 
 
 def step_numbers(group: Mapping[str, Any], step: int, device: torch.device) -> Tensor:
-    """Return what a step multiplies by, in a tensor on the device: a compiled kernel takes new numbers so without compiling anew.
+    """Return the factors of a step, in a tensor on the device: a compiled kernel takes new numbers so without compiling anew.
 
     Nothing waits for the device, unless the learning rate is a tensor of another one.
     """

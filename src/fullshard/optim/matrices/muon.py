@@ -103,21 +103,21 @@ class Muon(torch.optim.Optimizer):
             params: A model, or parameters, or groups of them.
             lr: Learning rate of both optimizers. With ``match_rms_adamw``, AdamW's rates fit Muon, too.
             weight_decay: Decoupled, for both optimizers.
-            momentum: Of the moving average of gradients.
+            momentum: Weight of the old value in the moving average of gradients.
             nesterov: Whether the gradient is mixed with the average once more.
-            ns_coefficients: Of the polynomial of Newton-Schulz.
+            ns_coefficients: Coefficients of the polynomial of Newton-Schulz.
             eps: Least norm that a matrix is divided by.
-            ns_steps: How often the polynomial is applied.
+            ns_steps: Number of times that the polynomial is applied.
             adjust_lr_fn: ``match_rms_adamw`` multiplies updates by ``0.2 * sqrt(max(rows, columns))``, ``original`` by
                 ``sqrt(max(1, rows / columns))``; None is the original one, as in torch.
             betas: AdamW's.
             adamw_eps: AdamW's.
             capturable: Whether steps can be captured in CUDA graphs. AdamW counts its steps on the device then.
-            dtype: In which matrices are exchanged and multiplied; by default bf16 on accelerators, fp32 on the CPU.
-            bucket_numel: How many elements an owner has in a bucket, unless one matrix has more.
+            dtype: Dtype in which matrices are exchanged and multiplied; by default bf16 on accelerators, fp32 on the CPU.
+            bucket_numel: Most elements that an owner has in a bucket, unless one matrix has more.
         """
         self._bucket_numel, self._dtype = bucket_numel, dtype
-        self._plans: dict[tuple[int, ...], _Plan] = {}
+        self._orthogonalizers: dict[tuple[int, ...], _Orthogonalizer] = {}
         self._is_built = False
         groups = _chosen_groups(params) if isinstance(params, nn.Module) else params
         defaults = {
@@ -193,7 +193,7 @@ class Muon(torch.optim.Optimizer):
         self._check_states()
         for group in self.param_groups:
             if group["use_muon"]:
-                self._plan_of(group["params"])
+                self._orthogonalizer_of(group["params"])
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if group["use_muon"]:
@@ -231,7 +231,7 @@ class Muon(torch.optim.Optimizer):
             for param in group["params"]
         )
         if is_new or not all(
-            tuple(map(id, group["params"])) in self._plans
+            tuple(map(id, group["params"])) in self._orthogonalizers
             for group in self.param_groups
             if group["use_muon"]
         ):
@@ -285,7 +285,7 @@ class Muon(torch.optim.Optimizer):
         """Update ``params``, those of a group that have gradients.
 
         All matrices of the group are exchanged, those without gradient as zeros. A rank of a wrapper does not know
-        whether a parameter has a gradient of which it holds nothing, and all ranks must follow the same plan.
+        whether a parameter has a gradient of which it holds nothing, and all ranks must call the same collectives.
         """
         for param in params:
             if not self.state[param]:
@@ -306,7 +306,7 @@ class Muon(torch.optim.Optimizer):
             for param in group["params"]
         ]
         results = [torch.empty_like(update) for update in every]
-        self._plan_of(group["params"]).run(every, results, group, self._dtype)
+        self._orthogonalizer_of(group["params"]).run(every, results, group, self._dtype)
         found = [
             result
             for param, result in zip(group["params"], results, strict=True)
@@ -318,29 +318,29 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(found, -lr)
             torch._foreach_add_(locals_, found)
 
-    def _plan_of(self, params: Sequence[nn.Parameter]) -> _Plan:
+    def _orthogonalizer_of(self, params: Sequence[nn.Parameter]) -> _Orthogonalizer:
         key = tuple(map(id, params))
-        if key not in self._plans:
+        if key not in self._orthogonalizers:
             self._check_params()  # users may have changed the groups
-            self._plans[key] = _Plan(param_cuts(params), self._bucket_numel)
-        return self._plans[key]
+            self._orthogonalizers[key] = _Orthogonalizer(param_cuts(params), self._bucket_numel)
+        return self._orthogonalizers[key]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what `load_state_dict`, or a copy, brings."""
         options = {**state.get("defaults", {}), **self.__dict__.get("defaults", {})}
         super().__setstate__(state)
         for group in self.param_groups:
-            # What torch's Muon does not have, and what states have not that were saved before it existed.
+            # Options that torch's Muon does not have, or that states lack because they were saved before the options existed.
             for option, value in options.items():
                 group.setdefault(option, value)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"_bucket_numel": self._bucket_numel, "_dtype": self._dtype}
-        return {**super().__getstate__(), **kept, "_plans": {}, "_is_built": True}
+        return {**super().__getstate__(), **kept, "_orthogonalizers": {}, "_is_built": True}
 
 
-class _Plan:
-    """How the matrices of some parameters are exchanged, by process group."""
+class _Orthogonalizer:
+    """Exchange and orthogonalisation of the matrices of some parameters, by process group."""
 
     def __init__(self, cuts: Sequence[ParamCut], bucket_numel: int) -> None:
         by_group: dict[ProcessGroup | None, list[int]] = {}
@@ -426,7 +426,7 @@ class _Exchange:
             self._land(*each)
 
     def _gathers(self, buckets: Sequence[Bucket]) -> Iterator[Tensor]:
-        """Yield what this rank gets of each bucket; the gather of the next one has begun then."""
+        """Yield the pieces that this rank gets of each bucket; the gather of the next one has begun then."""
         started: tuple[Tensor, Work | None] | None = None
         for number in range(len(buckets) + 1):
             previous = started

@@ -1,4 +1,4 @@
-"""Which rank owns which matrix, and what ranks send each other, so that each owner has whole matrices.
+"""Owners of matrices, and the messages that give each owner whole matrices.
 
 Sharding cuts matrices, and an update that needs a whole one is computed once, by its owner:
 
@@ -46,7 +46,7 @@ class Matrix:
 
     param: int
     block: Block
-    """Where it lies in the parameter."""
+    """Its place in the parameter."""
     owner: int
     replica: int
     """The replica that sends its pieces to the owner."""
@@ -71,7 +71,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """What this rank sends to all ranks, or gets from them: pieces of tensors, rank after rank."""
+    """Pieces of tensors that this rank sends to all ranks, or gets from them, rank after rank."""
 
     windows: tuple[Window, ...]
     sizes: tuple[int, ...]
@@ -95,7 +95,7 @@ class Bucket:
     """Matrices that are exchanged together, seen from one rank. Pieces are those of parameters' local tensors."""
 
     text: str
-    """What all ranks exchange together; the same text on all of them."""
+    """Description of the exchange; the same text on all ranks."""
     owned: tuple[Matrix, ...]
     """Matrices of this rank. They are the tensors of `gathered` and `scattered`, in this order."""
     sent: Message
@@ -117,7 +117,7 @@ def plan_buckets(
         params: In the same order on all ranks.
         ranks: The global ranks of the process group, in its order.
         rank: This rank, a global one.
-        bucket_numel: How many elements an owner has in a bucket, unless one matrix has more.
+        bucket_numel: Most elements that an owner has in a bucket, unless one matrix has more.
     """
     matrices = assign_owners(params, ranks)
     places = _Places(rank)
@@ -180,7 +180,7 @@ def _is_cut(sharding: Sharding, block: Block) -> bool:
 
 
 class _Loads:
-    """How much each rank owns."""
+    """The load that each rank owns."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._loads = dict.fromkeys(ranks, 0)
@@ -218,7 +218,7 @@ def _buckets(matrices: Sequence[Matrix], bucket_numel: int) -> list[list[Matrix]
 
 
 class _Places:
-    """Where a rank is in shardings. All matrices of a stack have the same one."""
+    """A rank's places in shardings. All matrices of a stack have the same one."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -1,4 +1,4 @@
-"""What `inspect` prints of a checkpoint, as JSON: the same for people and for programs."""
+"""Contents of a checkpoint that `inspect` prints, as JSON: the same for people and for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user sees: tables on a terminal, or lines with the same columns in a pipe or a file."""
+"""Output for the user: tables on a terminal, or lines with the same columns in a pipe or a file."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def print_report(console: Console, path: Path, report: Report, *, list_all: bool
 
 
 def print_written(console: Console, target: Path, seconds: float) -> None:
-    """Print what was converted, and the size of its files."""
+    """Print the path that was written, and the size of its files."""
     files = [target] if target.is_file() else [file for file in target.rglob("*") if file.is_file()]
     nbytes = sum(file.stat().st_size for file in files)
     amount = f"{size_text(nbytes)} in {seconds:.3g} s, {rate(nbytes, seconds)}"

@@ -1,6 +1,6 @@
 """Output whose reader may have gone.
 
-A run must not end because nobody reads its progress any more: `broken_pipe_safe` swallows such errors. A program that
+A run must not end because its progress has no reader any more: `broken_pipe_safe` swallows such errors. A program that
 does nothing but print ends with an error instead (`WatchedStream`).
 """
 

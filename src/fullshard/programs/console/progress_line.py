@@ -33,14 +33,14 @@ BAR_WIDTH = 20
 SHORTEST_BAR = 8
 
 GAP = "  "
-"""Between the parts of a line."""
+"""Space between the parts of a line."""
 
 FADE = 0.9
 """Weight of earlier times in the estimate of the time that is left."""
 
 
 class ProgressLine(Protocol):
-    """What shows how much is done."""
+    """A display of the work that is done."""
 
     def begin(self, total: int, done: int, description: str, status: Sequence[str]) -> None:
         """Say how much there is to do, and how much of it was done before."""

@@ -19,7 +19,7 @@ from fullshard.programs.console.safe_text import safe_line, safe_text
 Row = Sequence[str]
 
 GAP = "  "
-"""Between columns."""
+"""Space between columns."""
 
 
 def print_error(text: str) -> None:

@@ -21,7 +21,7 @@ class HeldOutResult:
     ema: bool
     """Whether the averages of the parameters were evaluated."""
     note: str = ""
-    """What the reader must know about the data; empty if there is nothing."""
+    """Sentence about the data that the reader must know; empty if there is none."""
 
     @property
     def perplexity(self) -> float:

@@ -40,7 +40,7 @@ def evaluate(config: RunConfig, checkpoint: Path | None, device: torch.device) -
 
     Args:
         config: The run; its folder has the checkpoint.
-        checkpoint: Which one; the newest by default.
+        checkpoint: The checkpoint; the newest by default.
         device: This rank's.
 
     Raises:
@@ -84,7 +84,7 @@ def evaluate(config: RunConfig, checkpoint: Path | None, device: torch.device) -
 
 
 def _note_about(config: RunConfig, data: Data) -> str:
-    """Return what the reader of the loss must know about the data, if it is anything."""
+    """Return a sentence about the data that the reader of the loss must know, if there is any."""
     folder = RunFolder(config.run.folder)
     stored = read_record(folder.data)
     is_of_run = read_config(folder.config).data == config.data

@@ -1,4 +1,4 @@
-"""What forward keeps for backward, measured on the meta device: no memory is used, and nothing is computed.
+"""Tensors that forward keeps for backward, measured on the meta device: no memory is used, and nothing is computed.
 
 Autograd says which tensors it saves. Each storage counts once. Parameters and buffers do not count: they are counted elsewhere.
 
@@ -6,7 +6,7 @@ Autograd says which tensors it saves. Each storage counts once. Parameters and b
     in a block            all that the block saves; with recomputing only what goes into it, and all of the largest block,
                           since backward recomputes one block at a time
 
-What is not measured: temporary tensors of a single operation, and gradients of activations, which backward has one layer at
+Two kinds are not measured: temporary tensors of a single operation, and gradients of activations, which backward has one layer at
 a time. Attention, RMSNorm and dropout count as those of accelerators (`without_values`).
 """
 

@@ -1,4 +1,4 @@
-"""What a model would cost each rank, from the layout of its groups alone.
+"""Cost of a model for each rank, from the layout of its groups alone.
 
 The model is built on the meta device and sharded as `fullshard train` would shard it, as one rank of a `fake` process
 group. No parameter has memory, and nothing is communicated.
@@ -36,15 +36,15 @@ from fullshard.tracing.group_facts import group_facts, states_in
 from fullshard.tracing.schema import GroupFacts
 
 OTHER_STATES = 2
-"""What Adam keeps for each element: mean and mean square. Muon keeps one of hidden matrices, and two of others."""
+"""Numbers that Adam keeps for each element: mean and mean square. Muon keeps one of hidden matrices, and two of others."""
 
 BYTES_8BIT = 2 + Fraction(12, 256)
-"""What AdamW8bit keeps for each element: two codes, and for each block two scales and a number. Parts of blocks at the edges of
+"""Bytes that AdamW8bit keeps for each element: two codes, and for each block two scales and a number. Parts of blocks at the edges of
 shards are not counted."""
 
 
 class InspectedModel(Protocol):
-    """What is asked of a model: a `ModelSource` has it, and so have models of users."""
+    """Interface of an inspected model: a `ModelSource` has it, and so have models of users."""
 
     description: str
 
@@ -66,7 +66,7 @@ class Memory:
     gathered: int
     """Most unsharded parameters that have memory at the same time."""
     activations: int | None
-    """What forward keeps for backward; None if it is not known."""
+    """Tensors that forward keeps for backward; None if they are not known."""
 
     @property
     def total(self) -> int:
@@ -88,18 +88,18 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedPlan:
-    """How a model would be sharded, for rank 0, which holds the most."""
+    """Sharding of a model, for rank 0, which holds the most."""
 
     description: str
     world: int
     replicas: int
     groups: tuple[GroupFacts, ...]
     padding: str | None
-    """Which groups are padded a lot, and why, if any."""
+    """Sentence about the groups that are padded a lot, and why, if there are any."""
     optimizer: str
     """Its name, for people."""
     about_activations: str
-    """What they are of; or why they are not known."""
+    """The batch that they are of, or the reason why they are not known."""
     rank: Memory
     unsharded: Memory
     traffic: Traffic
@@ -117,7 +117,7 @@ def measure(
         config: A run.
         world: Ranks.
         source: The model, if it is not that of the run.
-        inputs: What such a model is called with, on the meta device. Without them activations are not known.
+        inputs: Arguments of such a model, on the meta device. Without them activations are not known.
 
     Raises:
         ConfigurationError: there is no such model.
@@ -185,7 +185,7 @@ class _Sizes:
     parameters: int
     frozen: int
     with_momentum_only: int
-    """Of those for which the optimizer keeps one number for each element, where it keeps two for others."""
+    """Bytes of those for which the optimizer keeps one number for each element, where it keeps two for others."""
 
     @property
     def trained(self) -> int:
@@ -237,7 +237,7 @@ def _keepers(config: RunConfig) -> int:
 def _activations_of_run(
     config: RunConfig, source: ModelSource, world: int
 ) -> tuple[str, int | None]:
-    """Return what a rank's microbatch is, and the bytes that its forward keeps."""
+    """Return a description of a rank's microbatch, and the bytes that its forward keeps."""
     rows = max(1, config.train.batch // (world * config.train.accumulate))
     context = config.data.context
     tokens = torch.empty(rows, context + 1, dtype=torch.int64, device="meta")
@@ -251,7 +251,7 @@ def _activations_of_run(
 def _activations_of_inputs(
     config: RunConfig, source: InspectedModel, inputs: Sequence[Tensor]
 ) -> tuple[str, int | None]:
-    """Return what a user's model is called with, and the bytes that its forward keeps."""
+    """Return a description of a user's inputs, and the bytes that the model's forward keeps."""
     if not inputs:
         return "give the sizes of one rank's input, such as --input 8x1024:int64", None
     model = _built(config, source)

@@ -28,7 +28,7 @@ class FactoryModel:
         self.description = f"{type(self._first).__name__} of {name}"
 
     def build(self) -> nn.Module:
-        """Return a model that nobody else has."""
+        """Return a model that no other caller has."""
         model, self._first = self._first or self._built(), None
         return model
 

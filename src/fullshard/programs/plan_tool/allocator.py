@@ -1,4 +1,4 @@
-"""How torch's caching allocator divides a CUDA device's memory: what is reserved for what is allocated.
+"""Rules of torch's caching allocator for a CUDA device's memory: bytes reserved for what is allocated.
 
 The rules are those of torch's notes on memory management:
 
@@ -33,7 +33,7 @@ OWN_SEGMENT_FROM = 10 * MIB
 OWN_SEGMENT_MULTIPLE = 2 * MIB
 LARGE_REMAINDER = MIB
 _DISTANCE = 1 << 48
-"""Between the addresses of expandable segments."""
+"""Bytes between the addresses of expandable segments."""
 
 
 class _Block:
@@ -131,9 +131,9 @@ class CachingAllocator:
         """Bytes that were taken from the device, as ``torch.cuda.memory_reserved`` has them."""
         self.peak_reserved = 0
         self.missing = 0
-        """By how much the device is too small. A real one ends the run; this one goes on, to know the peak."""
+        """Bytes by which the device is too small. A real one ends the run; this one goes on, to know the peak."""
         self.retries = 0
-        """How often the device was full and free segments were given back; each time the host waits for the device."""
+        """Number of times that the device was full and free segments were given back; each time the host waits for the device."""
 
     def allocate(self, memory: int, nbytes: int, stream: int = 0) -> None:
         """Give memory of that number its bytes, from the pool of a stream."""
@@ -277,7 +277,7 @@ class CachingAllocator:
         pool.remove(block)
         if stop < block.address + block.size:
             pool.add(block.split(stop - block.address))
-        # What is left between is no block: neighbours do not merge over it.
+        # The gap between is no block: neighbours do not merge over it.
         hole_before, hole_after = block.before, block.after
         if begin > block.address:
             block.split(begin - block.address)

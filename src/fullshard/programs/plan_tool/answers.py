@@ -1,4 +1,4 @@
-"""What a plan says, in sentences: for the terminal and for the page."""
+"""Sentences about a plan, for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAITS: dict[Idle, str] = {
     "host": "the host",
     "other": "other work",
 }
-"""What compute waits for, by the reason of the wait."""
+"""Work that compute waits for, by the reason of the wait."""
 
 LIMITS: dict[Idle, str] = {
     "gather": "Exposed gathers limit it",
@@ -48,7 +48,7 @@ MEMORY: dict[MemoryKind, str] = {
     "temporary": "temporary tensors",
     "workspace": "workspaces of libraries",
 }
-"""What memory is for, in the order of tables."""
+"""Purposes of memory, in the order of tables."""
 
 PHASES: dict[Phase, str] = {
     "build": "while it is built",
@@ -61,21 +61,21 @@ PHASES: dict[Phase, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """What is known about a plan beside its step."""
+    """Facts about a plan beside its step."""
 
     description: str
-    """Of the model."""
+    """Text about the model."""
     parameters: int
-    """Of the whole model."""
+    """Elements of the whole model's parameters."""
     chosen: str | None = None
-    """What the plan chose where nothing was asked for."""
+    """Text about the plan's own choices, where nothing was asked for."""
     tokens: int | None = None
-    """Of the whole run; None if that is not known."""
+    """Tokens of the whole run; None if their number is not known."""
     price: float | None = None
-    """Of a GPU for an hour."""
+    """Price of a GPU for an hour."""
 
     def cost_of(self, planned: PlannedStep) -> RunCost:
-        """Return what the run takes; for a billion tokens if its length is not known."""
+        """Return the cost of the run; for a billion tokens if its length is not known."""
         return run_cost(
             self.tokens or DEFAULT_TOKENS,
             tokens_of_step=planned.tokens * planned.world,
@@ -151,7 +151,7 @@ def sharding_text(planned: PlannedStep) -> str:
 
 
 def batch_text(planned: PlannedStep) -> str:
-    """Return what a step is of."""
+    """Return the windows of a step."""
     train, context = planned.config.train, planned.config.data.context
     rows = train.batch // planned.world // train.accumulate
     micro = f"{train.accumulate} x " if train.accumulate > 1 else ""
@@ -159,13 +159,13 @@ def batch_text(planned: PlannedStep) -> str:
 
 
 def host_rows(planned: PlannedStep) -> list[tuple[str, int]]:
-    """Return what the host memory of one GPU is for, and its bytes; nothing without offload."""
+    """Return the purposes of one GPU's host memory, and their bytes; nothing without offload."""
     found = planned.memory.host_at_peak
     return [(label, found[kind]) for kind, label in MEMORY.items() if found.get(kind)]
 
 
 def memory_rows(planned: PlannedStep) -> Iterator[tuple[str, int]]:
-    """Yield what the memory at the peak is for, and its bytes."""
+    """Yield the purposes of memory at the peak, and their bytes."""
     for kind, label in MEMORY.items():
         nbytes = planned.memory.at_peak.get(kind, 0)
         if nbytes:
@@ -183,7 +183,7 @@ def peak_text(planned: PlannedStep, bands: Bands) -> str:
 
 
 def waits(planned: PlannedStep) -> list[tuple[Idle, float]]:
-    """Return what compute waits for and how long, the longest first."""
+    """Return the awaited work of compute and its seconds, the longest first."""
     found = [(reason, seconds) for reason, seconds in planned.playback.idle.items() if seconds > 0]
     return sorted(found, key=lambda each: -each[1])
 

@@ -84,10 +84,10 @@ def calibrate(
     Under torchrun all ranks must call this. All of them get the same profile.
 
     Args:
-        device: What to measure; the GPU, if there is one.
+        device: The measured device; the GPU, if there is one.
         base: The profile for everything that is not measured. By default the one of the same GPU.
         quick: Measure fewer and smaller things.
-        host: What `measure_steps` has found, before there was a process group. Without it, the host is known by operations
+        host: The result of `measure_steps`, from before there was a process group. Without it, the host is known by operations
             in a loop, which are faster than those of a model.
         report: Is given a line for each thing that is measured.
     """
@@ -117,7 +117,7 @@ def calibrate(
 
 
 def _measure_host_memory(fit: _Fit, bench: Bench) -> None:
-    """Measure what steps with offload need; all ranks do at the same time."""
+    """Measure the needs of steps with offload; all ranks do at the same time."""
     seconds_of, ranks = bench.seconds_of, 1
     whole = dist.group.WORLD
     if dist.is_initialized() and whole is not None and whole.size() > 1:
@@ -282,7 +282,7 @@ class _Fit:
             self._report(f"compute: kernels take {factor:.3g} of these times in a model")
 
     def offload(self, rates: HostRates) -> None:
-        """Set what copies and updates of host memory reach. What several ranks measured has their sharing in it."""
+        """Set the rates of copies and updates of host memory. Rates that several ranks measured have their sharing in them."""
         shared = {"devices_per_link": 1} if rates.ranks > 1 else {}
         self._put(
             "offload",
@@ -306,7 +306,7 @@ class _Fit:
         scatters: Sequence[TimedCollective],
         reduces: Sequence[TimedCollective],
     ) -> None:
-        """Set the table of a host, and what other collectives of the largest sizes take in comparison."""
+        """Set the table of a host, and the relative times of other collectives of the largest sizes."""
         facts = self.machine.links
         ranks = gathers[0].work.ranks
         if not self._is_gpu:
@@ -330,12 +330,12 @@ class _Fit:
         )
 
     def hooks(self, seconds: float) -> None:
-        """Set what the engine adds to a group's forward or backward."""
+        """Set the engine's part of a group's forward or backward."""
         self._put("host", hook_us=seconds / MICRO)
         self._report(f"engine: {seconds / MICRO:.3g} us for a pass of a group")
 
     def cores(self, collectives: Sequence[TimedCollective], turn_seconds: float | None) -> None:
-        """Set what ranks on the same cores take from each other, and what a collective takes from compute."""
+        """Set the time that ranks on the same cores take from each other, and that a collective takes from compute."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self._put("offload", cores=cores or 1)
         # It does not depend on the size.
@@ -354,7 +354,7 @@ class _Fit:
             )
 
     def network(self, gathers: Sequence[TimedCollective]) -> None:
-        """Set what a collective between hosts costs at least, and the share of the bandwidth that a large one gets."""
+        """Set the least time of a collective between hosts, and the share of the bandwidth that a large one gets."""
         small, large = gathers
         hops = self.machine.collective_seconds(small.work) - self.machine.network.base_us * MICRO
         self._put("network", base_us=max(0.0, (small.seconds - hops) / MICRO))

@@ -63,7 +63,7 @@ def _traced(run: Path) -> Run:
 
 
 def _device() -> torch.device:
-    """Return what this process measures, and let it be the current device."""
+    """Return the device that this process measures, and let it be the current one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -16,7 +16,7 @@ from fullshard.programs.train.config import Grouping, Recomputation, RunConfig
 from fullshard.programs.train.config_file import toml_value
 
 MAX_REPLICA_SIZES = 3
-"""So many sizes of replicas are tried: one host, and larger ones."""
+"""Most sizes of replicas that are tried: one host, and larger ones."""
 
 REPLICAS = "sharding.replicas"
 DIVIDED_STATE = "optimizer.shard_over_replicas"
@@ -35,13 +35,13 @@ TRAINS_OTHERWISE = {BATCH, OPTIMIZER, WEIGHTS}
 """Fields whose values change what is learned."""
 
 LARGER = (2, 4)
-"""How many times as many windows are tried."""
+"""Factors of larger numbers of windows that are tried."""
 
 SENDING = ("muon", "adamw8bit")
 """Optimizers that send tensors, which with offload are in host memory: such a step has no plan."""
 
 RECOMPUTED: tuple[str, ...] = get_args(Recomputation)
-"""From the most activations kept to the fewest."""
+"""Choices of recomputation, from the most activations kept to the fewest."""
 
 
 @dataclass(frozen=True, slots=True)

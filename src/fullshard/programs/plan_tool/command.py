@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 CALIBRATE = "calibrate"
 STEP = "step"
-"""The name of the command that plans a step. Nobody types it."""
+"""The name of the command that plans a step. Users do not type it."""
 
 
 class PlanGroup(TyperGroup):
@@ -127,12 +127,12 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """What is asked about the whole run."""
+    """Question about the whole run."""
 
     tokens: int | None
     """None if that was not said."""
     price: float | None
-    """Of a GPU for an hour."""
+    """Price of a GPU for an hour."""
 
 
 def _answer(
@@ -232,7 +232,7 @@ def _search(console: Console, line: ProgressLine, first: First, html: Path | Non
 
 
 def _shipped_text(config: RunConfig) -> str:
-    """Return what a file says about a published model, whose folder has no weights."""
+    """Return a line about the file of a published model, whose folder has no weights."""
     folder = config.model.huggingface
     name = None if folder is None else name_of(folder)
     if name is None:
@@ -244,7 +244,7 @@ def _shipped_text(config: RunConfig) -> str:
 
 
 def _progress(line: ProgressLine) -> Told:
-    """Return what shows the progress of a search."""
+    """Return a display of the progress of a search."""
 
     def told(done: int, total: int, what: str) -> None:
         if done == 0:

@@ -29,9 +29,9 @@ SETTINGS = (
     *("data.context=2048", f"train.batch={4 * WORLD}", "compute.precision=bf16"),
 )
 LOAD_S, TIMED_S, LEAST_STEPS = 1.5, 1.5, 5
-"""For how long steps are taken before they are timed, for how long they are timed, and how many at least."""
+"""Seconds of steps before the timing, seconds of the timing, and the least number of timed steps."""
 PLAYS = 3
-"""How often the factor is corrected: the host's share of the step does not change with it."""
+"""Number of corrections of the factor: the host's share of the step does not change with it."""
 LEAST, MOST = 0.8, 1.25
 """Bounds of the factor. Beyond them something else is wrong."""
 MOST_IDLE = 0.15
@@ -96,7 +96,7 @@ def device_factor(seconds: float, slower: Callable[[float], Machine]) -> float:
     """Return how much longer kernels take in a step than a profile says.
 
     Args:
-        seconds: What `measure_busy_step` has found.
+        seconds: The result of `measure_busy_step`.
         slower: Returns the profile with kernels that take longer by a factor.
     """
     config = busy_config()

@@ -1,4 +1,4 @@
-"""What host memory and the link to it really do, measured: copies of both kinds of memory, updates and norms.
+"""Measured rates of host memory and of the link to it: copies of both kinds of memory, updates and norms.
 
 Under torchrun all ranks of a host measure at the same time. They share links, cores and memory in a step, too.
 """
@@ -16,7 +16,7 @@ from fullshard.programs.plan_tool.machine import GIB, MIB
 from fullshard.programs.train.rank import num_cores
 
 BYTES_OF_ADAMW = 28
-"""Of one parameter in float32: four numbers are read, and three written."""
+"""Bytes of one parameter's update in float32: four numbers are read, and three written."""
 SMALL_COPY = 4096
 
 Stopwatch = Callable[[Callable[[], object]], float]
@@ -25,7 +25,7 @@ Stopwatch = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostRates:
-    """What was measured of a host. Rates are bytes per second of one rank."""
+    """Measured rates of a host, in bytes per second of one rank."""
 
     to_device: float
     to_host: float
@@ -33,15 +33,15 @@ class HostRates:
     latency: float
     """Seconds of a small copy."""
     core: float
-    """Of an update on one core."""
+    """Rate of an update on one core."""
     update: float
-    """Of an update on all cores that the rank has."""
+    """Rate of an update on all cores that the rank has."""
     norm: float
     cores: int
-    """Of the host."""
+    """Cores of the host."""
     memory_gib: float
     ranks: int
-    """That measured at the same time on the host."""
+    """Ranks that measured at the same time on the host."""
 
 
 def measure_host(
@@ -53,7 +53,7 @@ def measure_host(
         device: The GPU.
         seconds_of: The stopwatch.
         ranks: Ranks of this host, all of which must call this.
-        mebibytes: Of a copy, and of the parameters that are updated.
+        mebibytes: Size of a copy, and of the parameters that are updated.
     """
     to_device, to_host = _copy_rates(device, seconds_of, mebibytes, is_pinned=True)
     unpinned = min(_copy_rates(device, seconds_of, mebibytes, is_pinned=False))

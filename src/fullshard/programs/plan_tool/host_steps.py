@@ -54,30 +54,30 @@ class SmallStep:
     """Forward and backward of a small step."""
 
     seconds: float
-    """How long the host took."""
+    """The host's time."""
     entries: Sequence[Entry]
-    """What it did, as recorded."""
+    """The host's work, as recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmallSteps:
-    """What was measured."""
+    """The measured steps."""
 
     plain: SmallStep
     recomputed: SmallStep
     selective: SmallStep
     wide: SmallStep | None = None
-    """On a CPU, a plain step of the wide decoder."""
+    """A plain step of the wide decoder, on a CPU."""
     busy_seconds: float | None = field(default=None, kw_only=True)
-    """On a GPU, what a step takes that keeps it busy; None if it was not measured."""
+    """Time of a step that keeps a GPU busy; None if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class FittedHost:
-    """What the small steps say about a host."""
+    """Facts about a host, from the small steps."""
 
     times: dict[str, float]
-    """By their names in a profile."""
+    """Times by their names in a profile."""
     compute: float | None
     """Time of a kernel in a step, relative to the profile; None where the host does not compute."""
 
@@ -194,7 +194,7 @@ def _factors(machine: Machine, narrow: SmallStep, wide: SmallStep) -> tuple[floa
 
 
 def recorded_steps(*, is_cpu: bool) -> list[list[Entry]]:
-    """Return what the host does in forward and backward of the small steps, in the order of `SmallSteps`."""
+    """Return the host's work in forward and backward of the small steps, in the order of `SmallSteps`."""
     return [_gradient_entries(config, is_cpu=is_cpu) for config in small_configs(is_cpu=is_cpu)]
 
 

@@ -1,4 +1,4 @@
-"""How long a machine takes: for a kernel, for a collective, and for the host that issues them.
+"""Times of a machine: for a kernel, for a collective, and for the host that issues them.
 
     Kernel      matrix product   tiles over processors, in waves; never faster than its traffic to memory
                 attention        the same, with the throughput of its own kernels
@@ -45,27 +45,27 @@ CHECKPOINT_IN_FORWARD = 0.5
 restores that state and runs the call again. On an H200 0.9 of 1.8 ms were in forward."""
 
 FAKE_COPY = 0.22
-"""What the host needs for each copy that the fake group makes, in operations of a model: it has no module and no gradient."""
+"""Host time of each copy that the fake group makes, in operations of a model: a copy has no module and no gradient."""
 
 SPLITS = (1, 2, 4, 8)
-"""In how many parts a library may cut the inner dimension of a product, so that all processors have work."""
+"""Numbers of parts into which a library may cut the inner dimension of a product, so that all processors have work."""
 
 LEAST_SHARE = 0.05
-"""Of a core, for compute: also a collective that could use all cores lets others have their turn."""
+"""Least share of a core for compute: even a collective that could use all cores lets other work have its turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFacts:
-    """How much memory the device has, and what of it torch's allocator never sees."""
+    """Memory of the device, and the part of it that torch's allocator never sees."""
 
     TITLE: ClassVar[str] = "memory of the device"
 
     capacity_gib: float
-    """What the driver reports as total."""
+    """Total in the driver's report."""
     outside_gib: float
-    """Taken outside of torch: the context of the device, kernels, buffers of the collectives' library."""
+    """Memory taken outside of torch: the context of the device, kernels, buffers of the collectives' library."""
     workspace_mib: float
-    """That the library for matrix products holds inside of torch's memory, for each thread that multiplies."""
+    """Memory that the library for matrix products holds inside of torch's, for each thread that multiplies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,11 +75,11 @@ class MatmulFacts:
     TITLE: ClassVar[str] = "matrix products"
 
     peak_tflops: Mapping[str, float]
-    """By dtype, without sparsity, from the data sheet."""
+    """Peaks in the data sheet by dtype, without sparsity."""
     efficiency: Mapping[str, float]
-    """By dtype: the share of the peak that large products reach in a long run."""
+    """Share of the peak that large products reach in a long run, by dtype."""
     processors: int
-    """That work on tiles at the same time."""
+    """Number of processors, each of which works on one tile at a time."""
     tiles: tuple[tuple[float, float, float], ...]
     """Rows, columns and relative throughput of the tiles that the library chooses from."""
     short_inner: float
@@ -108,7 +108,7 @@ class TrafficFacts:
     TITLE: ClassVar[str] = "memory traffic"
 
     peak_tb_s: float
-    """From the data sheet."""
+    """Rate in the data sheet."""
     efficiency: float
     """The share that large kernels reach."""
     floor_us: float
@@ -117,7 +117,7 @@ class TrafficFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts:
-    """What the host needs to issue work."""
+    """Times of the host to issue work."""
 
     TITLE: ClassVar[str] = "host"
 
@@ -127,9 +127,9 @@ class HostFacts:
     """Each further kernel of the same operation."""
     collective_us: float
     event_us: float
-    """To record an event, or to let a stream wait for it."""
+    """Time to record an event, or to let a stream wait for it."""
     allocation_us: float
-    """To take memory from the allocator, or to give it back."""
+    """Time to take memory from the allocator, or to give it back."""
     hook_us: float
     """A hook of the engine: one group in one pass."""
     checkpoint_us: float
@@ -137,14 +137,14 @@ class HostFacts:
     decision_us: float
     """An operation about which a policy of selective recomputation decides, each time it runs; none in compiled blocks."""
     turn_us: float
-    """For how long a thread keeps a core that others want, too."""
+    """Time for which a thread keeps a core that other threads want, too."""
     is_synchronous: bool
     """The host itself computes, as on a CPU; it goes on when a kernel has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileFacts:
-    """What a compiled block saves."""
+    """Savings of a compiled block."""
 
     TITLE: ClassVar[str] = "compiled blocks"
 
@@ -181,15 +181,15 @@ class NetworkFacts:
     TITLE: ClassVar[str] = "network between hosts"
 
     gbit_per_device: float
-    """In each direction; the bandwidth of a host divided by its devices."""
+    """Rate in each direction; the bandwidth of a host divided by its devices."""
     efficiency: float
     """The share that large messages reach."""
     base_us: float
-    """Of every collective between hosts."""
+    """Fixed time of every collective between hosts."""
     hop_us: float
-    """From host to host."""
+    """Time from host to host."""
     link_hop_us: float
-    """From device to device within a host, in a ring that also goes through the network."""
+    """Time from device to device within a host, in a ring that also goes through the network."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,25 +199,25 @@ class OffloadFacts:
     TITLE: ClassVar[str] = "host memory"
 
     memory_gib: float
-    """Of a host, for all its ranks."""
+    """Memory of a host, for all its ranks."""
     memory_gb_s: float
-    """What all cores of a host together read and write."""
+    """Rate at which all cores of a host together read and write."""
     cores: int
-    """Of a host."""
+    """Cores of a host."""
     core_gb_s: float
-    """What one core reads and writes at most while it updates parameters."""
+    """Highest rate at which one core reads and writes while it updates parameters."""
     norm_gb_s: float
-    """What norms of gradients read: torch computes them on one core."""
+    """Rate at which norms of gradients read: torch computes them on one core."""
     to_device_gb_s: float
-    """From pinned memory, when one device copies."""
+    """Rate from pinned memory, when one device copies."""
     to_host_gb_s: float
-    """To pinned memory. Both ways at the same time are as fast."""
+    """Rate to pinned memory. Both ways at the same time are as fast."""
     unpinned_gb_s: float
-    """From and to memory that is not pinned."""
+    """Rate from and to memory that is not pinned."""
     latency_us: float
-    """Of every copy."""
+    """Fixed time of every copy."""
     devices_per_link: int
-    """So many devices share one link when all copy."""
+    """Number of devices that share one link when all copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,7 +249,7 @@ class Machine:
     overlap: OverlapFacts
     offload: OffloadFacts
     sources: Mapping[str, str]
-    """Where a value comes from, by its full name, such as "matmul.efficiency"."""
+    """Origin of each value, by its full name, such as "matmul.efficiency"."""
     bands: Mapping[str, float]
     """The relative error of a section's times, by its name."""
     is_fake_group: bool = False
@@ -293,7 +293,7 @@ class Machine:
         return self.traffic.peak_tb_s * TERA * self.traffic.efficiency
 
     def flops_per_second(self, dtype: str) -> float:
-        """Return what large matrix products reach. A dtype that the profile does not know computes like float32."""
+        """Return the flops per second of large matrix products. A dtype that the profile does not know computes like float32."""
         known = dtype if dtype in self.matmul.peak_tflops else "float32"
         return self.matmul.peak_tflops[known] * TERA * self.matmul.efficiency[known]
 
@@ -344,7 +344,7 @@ class Machine:
         which all its ranks share.
 
         Args:
-            ranks: Of the whole run.
+            ranks: Ranks of the whole run.
             beside_collective: One runs at the same time.
         """
         taken = 1 - 1 / self.overlap.compute_slowdown if beside_collective else 0.0
@@ -420,7 +420,7 @@ class Machine:
 
     @property
     def network_bytes_per_second(self) -> float:
-        """What one device sends to other hosts in large messages."""
+        """Bytes per second that one device sends to other hosts in large messages."""
         return self.network.gbit_per_device * GIGA / BITS_PER_BYTE * self.network.efficiency
 
     def _fake_seconds(self, collective: Collective) -> float:

@@ -17,7 +17,7 @@ from fullshard.programs.plan_tool.operations import Operation, dtype_name
 from fullshard.programs.plan_tool.program import Kernel, KernelKind
 
 Cost: TypeAlias = Callable[[Operation, Sequence[Any], Mapping[str, Any], Any], Kernel | None]
-"""Returns what a call costs; None if it starts no kernel."""
+"""Returns the cost of a call; None if it starts no kernel."""
 
 
 def _product_of(first: int) -> Cost:
@@ -186,4 +186,4 @@ MATRIX_COSTS: dict[str, Cost] = {
         _attention_backward,
     ),
 }
-"""By the name of the operator in ``aten``."""
+"""Cost functions, by the name of the operator in ``aten``."""

@@ -1,10 +1,10 @@
-"""What a machine really does, measured: matrix products, attention, copies, launches and collectives.
+"""Measurements of a machine: matrix products, attention, copies, launches and collectives.
 
 Each is the median of repetitions, which end when their share of the time is used up. Nothing is fitted here; `calibrate`
 makes a profile of it.
 
-A CPU is measured in processor time, for which other processes and other ranks on the same cores count nothing. What
-ranks take from each other is what a plan adds: `playback`. Only collectives are measured by the clock, as ranks wait for
+A CPU is measured in processor time, for which other processes and other ranks on the same cores count nothing. A plan
+adds the time that ranks take from each other (`playback`). Only collectives are measured by the clock, as ranks wait for
 each other in them. Other processes make them slower at times, and never faster, so the faster half counts.
 """
 
@@ -37,10 +37,10 @@ NUM_CHAINED = 50
 LEAST_REPETITIONS = 3
 HOOKED_WIDTH = 8
 COLLECTIVES_PER_SECOND = 80
-"""How often a collective is repeated, for each second that another number takes: ranks must agree on it."""
+"""Repetitions of a collective, for each second that another measurement takes: ranks must agree on their number."""
 SPIN_SECONDS = 0.2
 GAP_SECONDS = 0.0005
-"""A loop that does nothing but look at the clock, and misses so much of it, had no core meanwhile."""
+"""Least gap at which a loop that only looks at the clock had no core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class TimedCollective:
 
     work: Collective
     seconds: float
-    """On a CPU from when it has been called."""
+    """Time of the collective; on a CPU from the end of the call."""
     call_seconds: float = 0.0
-    """On a CPU, to call it: ranks meet, and the backend's threads are woken up."""
+    """Time of the call on a CPU: ranks meet, and the backend's threads are woken up."""
     backend_seconds: float = 0.0
-    """On a CPU, processor time of the backend's threads of a rank."""
+    """Processor time of the backend's threads of a rank, on a CPU."""
 
 
 class Bench:
@@ -200,7 +200,7 @@ class Bench:
         return statistics.median(samples) / (4 * NUM_CHAINED)
 
     def hook_seconds(self) -> float:
-        """Measure what the engine adds to one pass of a group of some small parameters, on this rank by itself."""
+        """Measure the engine's part of one pass of a group of some small parameters, on this rank by itself."""
         own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         mesh = DeviceMesh.from_group(own, self.device.type)
         plain, sharded = (_blocks().to(self.device) for _ in range(2))
@@ -279,7 +279,7 @@ class Bench:
         for _ in range(self._collective_repetitions):
             all_reduce(torch.zeros(1), group, ReduceOp.SUM, CALIBRATION)
             samples.append(_once_on_cpu(call))
-        # What is done before the call returns need not be waited for later, so they are chosen together.
+        # Work done before the call returns need not be waited for later, so they are chosen together.
         fast = sorted(samples, key=lambda sample: sum(sample[:2]))[: len(samples) // 2]
         seconds, *others = (
             values_of_all_ranks(statistics.fmean(each), group, CALIBRATION)

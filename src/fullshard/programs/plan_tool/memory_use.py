@@ -35,21 +35,21 @@ class MemoryUse:
     reserved: int
     """Most that the allocator has taken from the device for them, until the end of the step."""
     at_peak: dict[MemoryKind, int]
-    """What is allocated at the peak, by what it is for."""
+    """Bytes at the peak, by purpose."""
     at_rest: int
-    """Between steps."""
+    """Bytes between steps."""
     peak_entry: int
     """The entry of the program at which the most is allocated."""
     peak_phase: Phase
     host_allocated: int = 0
     """Most bytes of host memory that tensors of one rank have at the same time; 0 without offload."""
     host_at_peak: dict[MemoryKind, int] = field(default_factory=dict)
-    """What they are for."""
+    """The same bytes, by purpose."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryMoment:
-    """What is allocated at a time of the step."""
+    """Allocated memory at a time of the step."""
 
     seconds: float
     by_kind: dict[MemoryKind, int]
@@ -77,9 +77,9 @@ def memory_moments(
     Args:
         program: The step.
         launches: Entries that compute has worked on, and when it began with them.
-        seconds: Of the step.
+        seconds: Seconds of the step.
         kept: As for `memory_use`.
-        workspace: What is there all the time beside tensors.
+        workspace: Memory that is there all the time beside tensors.
 
     Returns:
         The most that is allocated in each of `MOST_MOMENTS` equal parts of the step, and what is at its end.
@@ -120,7 +120,7 @@ def memory_use(program: Program, machine: Machine, *, kept: float = 1.0) -> Memo
 
     Args:
         program: The step.
-        machine: What it runs on.
+        machine: The machine that it runs on.
         kept: The share of the recorded activations that is kept for backward; less than 1 if a compiler recomputes some.
     """
     allocator = CachingAllocator()

@@ -1,4 +1,4 @@
-"""What an operation of torch costs on a CUDA device: its flops, its traffic, its launches, and what it allocates meanwhile.
+"""Cost of an operation of torch on a CUDA device: its flops, its traffic, its launches, and the memory that it takes meanwhile.
 
 The facts are those of torch's CUDA kernels, although the operation itself runs on the meta device. An operation falls into
 the first of these that it fits:
@@ -16,7 +16,7 @@ embeddings and of attention, and for norms of many tensors. It counts as none, t
 `cumsum` (temporary storage of CUB), `index_put` that accumulates (it sorts), reductions to few numbers (a small buffer for
 partial sums), and backward of `native_layer_norm` with more than 65,536 narrow rows.
 
-Collectives are not here: who records a step sees them first.
+Collectives are not here: the recorder of a step sees them first.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from fullshard.virtual.operations import FILLS, starts_work
 def kernel_of(
     operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Kernel | None:
-    """Return what a call costs; None if it starts no kernel.
+    """Return the cost of a call; None if it starts no kernel.
 
     Args:
         operator: As a dispatch mode gets it.
-        args: Of the call.
-        kwargs: Of the call.
-        result: What it returned.
+        args: Arguments of the call.
+        kwargs: Named arguments of the call.
+        result: Result of the call.
     """
     op, cost = _call_of(operator)
     if cost is None:
@@ -68,7 +68,7 @@ def is_listed(operator: Operator) -> bool:
 
 @functools.cache
 def _call_of(operator: Operator) -> tuple[Operation, Cost | None]:
-    """Return what is the same for all calls of an operator: this runs for every operation of a step."""
+    """Return the part that is the same for all calls of an operator: this runs for every operation of a step."""
     return Operation(operator), _cost_of(operator)
 
 
@@ -122,7 +122,7 @@ _PLAIN = FILLS | {
 _CHUNK = 65536
 _CHUNKS_PER_LAUNCH = 320
 _TENSORS_PER_LAUNCH = (110, 64, 48, 36, 30)
-"""By the number of lists. One kernel works on many tensors: their addresses go with its launch, and must fit there."""
+"""Most tensors of a launch, by the number of lists. Their addresses go with the launch of a kernel, and must fit there."""
 
 
 def _plain(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
@@ -327,4 +327,4 @@ _COSTS: dict[str, Cost] = {
         ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_"), _fused_optimizer
     ),
 }
-"""Of operations that do something else than to pass over whole tensors in one kernel, by the name in ``aten``."""
+"""Costs of operations that do something else than to pass over whole tensors in one kernel, by the name in ``aten``."""

@@ -30,7 +30,7 @@ _HOLDERS = (Tensor, list, tuple)
 
 
 class Operation:
-    """What does not change from call to call of an operator."""
+    """Facts about an operator that do not change from call to call."""
 
     __slots__ = ("_defaults", "_passes", "_passes_by_name", "_positions", "has_results", "name")
 

@@ -55,7 +55,7 @@ CHANGE_NOTES = {
     WEIGHTS: f"{WEIGHTS}=bf16 rounds weights and optimizer state, so small updates are lost.",
     OPTIMIZER: f"{OPTIMIZER}=adamw8bit rounds the optimizer's state to 8 bits.",
 }
-"""What has to be said about a change, by the field that it changes."""
+"""Sentence that a change needs, by the field that it changes."""
 
 
 def print_estimate(console: Console, estimate: PlannedStep) -> None:

@@ -60,7 +60,7 @@ class Planned:
     about: About
     found: Search
     fewest: PlannedStep | str | None
-    """On the smallest number of GPUs that fits; an error, or None if there is none."""
+    """The plan for the smallest number of GPUs that fits; an error, or None if there is none."""
     scaling: Scaling
 
 

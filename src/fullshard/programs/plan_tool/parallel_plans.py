@@ -41,7 +41,7 @@ class Planner(Protocol):
 
 
 def one_by_one(source: ModelSource) -> Planner:
-    """Return what makes each plan when it is asked for."""
+    """Return a planner that makes each plan when it is asked for."""
 
     def answers(plan: Plan[Answer], questions: Sequence[Question], /) -> Iterator[Answer]:
         return (plan(question, source) for question in questions)
@@ -51,7 +51,7 @@ def one_by_one(source: ModelSource) -> Planner:
 
 @contextmanager
 def several_at_a_time(source: ModelSource) -> Iterator[Planner]:
-    """Yield what makes plans in several processes, if that is safe; their traces stay there."""
+    """Yield a planner that uses several processes, if that is safe; their traces stay there."""
     processes = min(_num_cores(), MAX_PROCESSES)
     if processes < 2 or not _is_safe_to_fork():
         yield one_by_one(source)
@@ -92,7 +92,7 @@ def _is_safe_to_fork() -> bool:
 
 
 _sources: list[ModelSource] = []
-"""In a forked process, the model."""
+"""The model, in a forked process."""
 
 
 def _begin(source: ModelSource) -> None:
@@ -104,7 +104,7 @@ def _answer(plan: Plan[Answer], question: Question) -> Answer:
     answer = plan(question, _sources[0])
     if not isinstance(answer, PlannedStep):
         return answer
-    # What only a page shows stays here: it would take longer to send than all else.
+    # Parts that only a page shows stay here: to send them would take longer to send than all else.
     playback = replace(answer.playback, launches=[])
     without = replace(answer, trace=None, memory_moments=(), playback=playback)
     return cast("Answer", without)

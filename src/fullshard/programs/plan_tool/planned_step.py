@@ -38,21 +38,21 @@ from fullshard.tracing.schema import Trace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStep:
-    """What is known about a step before anybody has taken it."""
+    """A step as it is expected, before it is taken."""
 
     config: RunConfig
     world: int
     machine: Machine
     tokens: int
-    """Of one rank."""
+    """Tokens of one rank."""
     flops: float
-    """Of one rank's matrix products and attention, without those that are recomputed."""
+    """Flops of one rank's matrix products and attention, without those that are recomputed."""
     memory: MemoryUse
     playback: Playback
     padding: str | None
-    """Which groups are padded a lot, and why, if any."""
+    """Sentence about the groups that are padded a lot, and why, if there are any."""
     trace: Trace | None
-    """Of the planned step; None if it was estimated from few layers."""
+    """Trace of the planned step; None if it was estimated from few layers."""
     memory_moments: tuple[MemoryMoment, ...] = ()
     """Memory over the step, as far as there is a trace."""
     has_experts: bool = False
@@ -60,12 +60,12 @@ class PlannedStep:
 
     @property
     def seconds(self) -> float:
-        """How long the step takes."""
+        """Seconds of the step."""
         return self.playback.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one rank."""
+        """Tokens per second of one rank."""
         return self.tokens / self.seconds
 
     @property
@@ -75,7 +75,7 @@ class PlannedStep:
 
     @property
     def peak_flops(self) -> float:
-        """What the device's data sheet promises for a second, in the precision of the run."""
+        """Flops per second in the device's data sheet, in the precision of the run."""
         dtype = "bfloat16" if self.config.compute.precision == "bf16" else "float32"
         return self.machine.peak_flops(dtype)
 
@@ -106,17 +106,17 @@ GROUPED_PRODUCT = "_grouped_mm"
 """The end of the names of kernels that multiply each expert's tokens with its weights."""
 
 ATTENTION_GRADIENTS = 4 / 5
-"""Of the products in backward of attention, one in five computes scores again."""
+"""Share of attention's products in backward, without scores: one product in five computes them again."""
 
 DEPTHS = (3, 5)
-"""Of the models that `estimate_step` records. For 32 layers of Llama 2, four ways to shard them and two networks, this gives
+"""Depths of the models that `estimate_step` records. For 32 layers of Llama 2, four ways to shard them and two networks, this gives
 times and allocated bytes within 0.2 % of the whole. Reserved bytes of these and of a model of 24 layers are within 10 %. With 2
 layers, memory has its peak elsewhere."""
 
 
 MICROBATCHES = (2, 3)
-"""Of the steps that `plan_microbatches` records. For 12 microbatches of small models this gives the same times and allocated
-bytes as the whole, and reserved bytes within 1 %."""
+"""Microbatches of the steps that `plan_microbatches` records. For 12 microbatches of small models this gives the same times and
+allocated bytes as the whole, and reserved bytes within 1 %."""
 
 
 def plan_step(
@@ -127,7 +127,7 @@ def plan_step(
     Args:
         config: The run.
         world: Ranks.
-        machine: What each of them has.
+        machine: The machine of each of them.
         source: The run's model, if it is open already.
 
     Raises:
@@ -216,11 +216,11 @@ def estimate_step(
 
 
 class _Line:
-    """What many layers or microbatches take, if it grows with them as evenly as from few to some more."""
+    """A line through two plans, with few and with some more layers or microbatches, which is drawn on to many of them."""
 
     def __init__(self, times: float) -> None:
         self._times = times
-        """How far it goes on, in units of the step from few to more."""
+        """Length of the line from few to many, relative to the step from few to more."""
 
     def step(self, few: PlannedStep, more: PlannedStep) -> PlannedStep:
         return replace(
@@ -290,11 +290,11 @@ class _Template(NamedTuple):
     """A model that was built once: to copy it is cheaper."""
 
     model: nn.Module
-    """With the first layers only."""
+    """The model with its first layers only."""
     depth: int
-    """Of the whole model."""
+    """Layers of the whole model."""
     parameters: int
-    """Of the whole model."""
+    """Elements of the whole model's parameters."""
 
 
 _TEMPLATES: WeakKeyDictionary[ModelSource, _Template] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Plans of what was asked: every failure is one message."""
+"""Plans that answer questions: every failure is one message."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def many_plans() -> Iterator[None]:
 
 
 MOST_MICROBATCHES = 8
-"""A step that has more is planned from few of them, unless somebody compares it with a real one."""
+"""Most microbatches of which all are planned. A step with more is planned from few, but for the comparison with a real one."""
 
 
 def planned(question: Question, source: ModelSource) -> PlannedStep:

@@ -43,7 +43,7 @@ from fullshard.programs.plan_tool.program import (
 )
 
 Idle = Literal["gather", "reduction", "copy", "update", "host", "other"]
-"""Why compute stands still: for a gather, for a reduction, for a copy from or to host memory, for the host that updates
+"""Reasons why compute stands still: for a gather, for a reduction, for a copy from or to host memory, for the host that updates
 parameters in its own memory, for the host that has not issued anything yet, for other work or since it has none any more."""
 
 _AWAITED: dict[str, Idle] = {
@@ -51,13 +51,13 @@ _AWAITED: dict[str, Idle] = {
     "reduce-scatter": "reduction",
     "all-reduce": "reduction",
 }
-"""By the name of the stream that compute waits for."""
+"""Reasons of waits, by the name of the stream that compute waits for."""
 
 _WIRE = "wire"
 """The link of collectives. Those of transfers are their directions."""
 
 _CALL = "call"
-"""In the place of a link: the host calls a collective."""
+"""The link of the host's own calls of collectives."""
 
 _TINY = 1e-12
 """Seconds that are no time: what rounding leaves of finished work."""
@@ -71,7 +71,7 @@ class _Work(NamedTuple):
     seconds: float
     issued: float
     link: str
-    """What it shares with others that run at the same time; empty for a kernel."""
+    """The resource that it shares with others that run at the same time; empty for a kernel."""
     phase: Phase
     entry: int = -1
     """Its place in the program, if it is work of the compute stream."""
@@ -84,12 +84,12 @@ class _Mark(NamedTuple):
 class _Until(NamedTuple):
     instance: int
     stream: int
-    """Where the mark is."""
+    """The stream of the mark."""
 
 
 @dataclass(slots=True)
 class _Queue:
-    """What a stream still has to do."""
+    """The remaining work of a stream."""
 
     items: deque[_Work | _Mark | _Until] = field(default_factory=deque)
     running: _Work | None = None
@@ -99,11 +99,11 @@ class _Queue:
 
 @dataclass(slots=True)
 class _Meeting:
-    """When the ranks last met, and what the host has done since."""
+    """The last meeting of the ranks, and the host's time since."""
 
     time: float = 0.0
     place: int = 0
-    """Of the first entry behind it, in the host's times."""
+    """Index of the first entry behind it, in the host's times."""
     busy: float = 0.0
     """Seconds for which the host had work."""
     waited: float = 0.0
@@ -115,9 +115,9 @@ class Playback:
     """The times of a program's step. They count from the moment at which the host begins with it."""
 
     seconds: float = 0.0
-    """Until all is done."""
+    """Time until all is done."""
     gradient_seconds: float = 0.0
-    """Until forward and backward are done, and the optimizer begins."""
+    """Time until forward and backward are done, and the optimizer begins."""
     compute: defaultdict[str, float] = field(default_factory=_seconds)
     """Seconds on the compute stream: matmul, attention, memory, collective."""
     phases: defaultdict[Phase, float] = field(default_factory=_seconds)
@@ -127,11 +127,11 @@ class Playback:
     transfers: defaultdict[str, float] = field(default_factory=_seconds)
     """Seconds of copies between host memory and the device, by direction."""
     update_seconds: float = 0.0
-    """For which the host computes in its own memory."""
+    """Seconds for which the host computes in its own memory."""
     idle: defaultdict[Idle, float] = field(default_factory=_seconds)
     """Seconds for which compute stood still, by reason."""
     host_seconds: float = 0.0
-    """Until the host has issued everything."""
+    """Seconds until the host has issued everything."""
     launches: list[tuple[int, float]] = field(default_factory=list)
     """Entries that the compute stream has worked on, and the seconds at which it began with each."""
     _marks: dict[int, float] = field(default_factory=dict)
@@ -163,9 +163,9 @@ def play(
 
     Args:
         program: A step.
-        machine: What it runs on.
+        machine: The machine that it runs on.
         is_compiled: The model's blocks are compiled.
-        ranks: Of the whole run.
+        ranks: Ranks of the whole run.
     """
     return _Player(program, machine, is_compiled=is_compiled, ranks=ranks).play()
 
@@ -177,7 +177,7 @@ class _Player:
         self._program, self._machine, self._is_compiled = program, machine, is_compiled
         self._queues = [_Queue() for _ in program.streams]
         self._now = 0.0
-        """Until here the device has been simulated."""
+        """Time until which the device has been simulated."""
         self._is_issuing = True
         """Whether the host has not issued everything yet."""
         self._reached: dict[int, float] = {}
@@ -192,14 +192,14 @@ class _Player:
         self._slowdown_beside = machine.slowdown(ranks, beside_collective=True)
         self._meeting = _Meeting()
         self._reasons: dict[int, Idle] = {}
-        """Without streams: why the host waits for a mark."""
+        """The reason for which the host waits for each mark, without streams."""
         self._reason: Idle | None = None
-        """The same for what it waits for now."""
+        """The same for the mark that it waits for now."""
 
     def play(self) -> Playback:
         program, machine, result = self._program, self._machine, self._result
         latest: dict[int, tuple[int, int]] = {}
-        """By event, its last mark and the stream of that."""
+        """The last mark of each event, and its stream."""
         firsts: dict[int, int] = {}
         host, instances = 0.0, 0
         for index in range(program.begin, program.end):
@@ -247,7 +247,7 @@ class _Player:
         return result
 
     def _work(self, entry: Launch, issued: float, index: int) -> _Work:
-        """Return what a stream has to do, and note it."""
+        """Return the work of a launch, and note it."""
         work, result = entry.work, self._result
         if isinstance(work, Kernel):
             # Equal operations are one object, so its identity is enough.
@@ -371,7 +371,7 @@ class _Player:
         return True
 
     def _start(self) -> bool:
-        """Begin what can begin now; return whether a mark was reached that somebody may wait for."""
+        """Begin all work that can begin now; return whether a mark was reached that a stream or the host may wait for."""
         was_reached = False
         for queue in self._queues:
             items = queue.items

@@ -152,7 +152,7 @@ def parse_profile(text: str, *, where: str) -> Machine:
 
 
 class _Reading:
-    """What was found in a document, and its problems."""
+    """The values found in a document, and its problems."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.problems: list[str] = []
@@ -302,7 +302,7 @@ TAKERS: dict[Any, Callable[[object], Any]] = {
 
 
 def _range_problem(full_name: str, value: object) -> str:
-    """Return what a value must be if it is out of range."""
+    """Return the rule that a value breaks if it is out of range."""
     numbers = _numbers_in(value)
     if full_name in AT_LEAST_ONE:
         return "at least 1" if any(number < 1 for number in numbers) else ""

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 from fullshard.virtual.observer import COMPUTE as COMPUTE, HOST as HOST
 
 KernelKind = Literal["matmul", "attention", "memory"]
-"""What limits a kernel: arithmetic of matrix products, of attention, or the traffic to memory."""
+"""Limits of kernels: arithmetic of matrix products, of attention, or the traffic to memory."""
 
 CollectiveKind = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"
@@ -35,7 +35,7 @@ MemoryKind = Literal[
     "temporary",
     "workspace",
 ]
-"""What memory is for. Accumulated: gradients of whole parameters, from one microbatch to the next. Temporary: within an
+"""Purposes of memory. Accumulated: gradients of whole parameters, from one microbatch to the next. Temporary: within an
 operation, the gradients of activations, and what the optimizer's step needs.
 Workspace: of the library for matrix products, and what the allocator rounds up."""
 
@@ -45,18 +45,18 @@ class Kernel:
     """The work of one operation of torch on the device."""
 
     name: str
-    """Of the operation, such as ``aten.mm``."""
+    """Name of the operation, such as ``aten.mm``."""
     kind: KernelKind
     dtype: str
-    """Of the arithmetic: ``bfloat16``, ``float32``."""
+    """Dtype of the arithmetic: ``bfloat16``, ``float32``."""
     flops: int
-    """Of matrix products and attention; 0 for others."""
+    """Flops of matrix products and attention; 0 for others."""
     nbytes: int
-    """Read and written, each input and output once."""
+    """Bytes read and written, each input and output once."""
     shape: tuple[int, ...] = ()
-    """Of a matrix product: batch, rows, columns, inner; of attention: batch * heads, queries, keys, width."""
+    """Dimensions of a matrix product: batch, rows, columns, inner; of attention: batch * heads, queries, keys, width."""
     launches: int = 1
-    """How many kernels it starts; the host takes its time for each."""
+    """Number of kernels that it starts; the host takes its time for each."""
     scratch: int = 0
     """Bytes that it allocates and frees while it runs."""
 
@@ -67,9 +67,9 @@ class Collective:
 
     kind: CollectiveKind
     nbytes: int
-    """Of the whole: what a rank has after an all-gather, before a reduce-scatter, before and after an all-reduce."""
+    """Bytes of the whole: those of a rank after an all-gather, before a reduce-scatter, before and after an all-reduce."""
     ranks: int
-    """How many take part."""
+    """Number of ranks that take part."""
     stride: int
     """The distance between neighbours in the group: 1 for ranks next to each other, the shard size for replicas."""
     dtype: str
@@ -89,11 +89,11 @@ class Transfer:
     is_pinned: bool
     """Whether the host memory is page-locked. The device then copies by itself."""
     ranks: int
-    """Of the whole run: those of one host copy at the same time."""
+    """Ranks of the whole run: those of one host copy at the same time."""
 
 
 Phase = Literal["build", "forward", "backward", "optimizer", "between"]
-"""Where in a step something happens. Recomputation is part of backward."""
+"""Parts of a step. Recomputation is part of backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class HostCompute:
     kernel: Kernel
     phase: Phase
     ranks: int
-    """Of the whole run: those of one host share its cores and its memory."""
+    """Ranks of the whole run: those of one host share its cores and its memory."""
 
 
 Entry: TypeAlias = Launch | Record | Wait | Allocate | Free | HostWork | HostCompute
@@ -174,10 +174,10 @@ class Program:
     begin: int
     """The first entry of the step."""
     end: int
-    """Behind its last entry."""
+    """The index behind its last entry."""
     streams: Sequence[str]
-    """Their names, by number; the first is `COMPUTE`."""
+    """Names of streams, by number; the first is `COMPUTE`."""
     kinds: Mapping[int, MemoryKind]
-    """What each memory is for."""
+    """Purpose of each memory."""
     has_streams: bool
     """Whether work is issued now and done later. Otherwise the host computes, as on a CPU."""

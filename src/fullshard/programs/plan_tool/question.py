@@ -1,4 +1,4 @@
-"""What is asked: a run, a number of GPUs and what they are. It imports no torch, so a wrong question is answered at once."""
+"""A question: a run, a number of GPUs and their kind. It imports no torch, so a wrong question is answered at once."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class Question:
     open_fields: frozenset[str] = frozenset()
     """Fields that nothing in the question sets: `starting_point` may choose their values."""
     tokens_of_run: int | None = None
-    """Of all steps of a run's file; None if there is no file."""
+    """Tokens of all steps of a run's file; None if there is no file."""
 
 
 def read_question(
     model: str, gpus: int | None, machine: Machine, settings: Sequence[str]
 ) -> Question:
-    """Return what is asked for.
+    """Return the question of a command line.
 
     Args:
         model: As on the command line.
-        gpus: How many; None for those of the run, or the default.
-        machine: What they are.
+        gpus: Number of GPUs; None for those of the run, or the default.
+        machine: Their kind and their hosts.
         settings: `section.field=value`.
 
     Raises:
@@ -103,7 +103,7 @@ def _open_fields(settings: Sequence[str]) -> frozenset[str]:
 def _usual_settings(
     config: RunConfig, open_fields: frozenset[str], world: int, machine: Machine
 ) -> Iterator[str]:
-    """Yield what a model is usually trained with: on GPUs long windows; one window for each rank and microbatch.
+    """Yield the usual settings of training a model: on GPUs long windows; one window for each rank and microbatch.
 
     `starting_point` may make more windows of it.
     """

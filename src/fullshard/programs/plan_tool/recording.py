@@ -48,11 +48,11 @@ NO_HOST_COLLECTIVES = (
     "do not know how long that takes, so such a run cannot be planned. Leave sharding.offload out, or take adamw."
 )
 MAX_EVENTS = 1_000_000
-"""Of the trace of one step."""
+"""Most events in the trace of one step."""
 
 
 class Times(Protocol):
-    """When things happen: what is known after a program was played."""
+    """Times of events and of the host, known after a program was played."""
 
     def of_event(self, event: int) -> float:
         """Return the seconds at which an event was reached, the first time."""
@@ -128,7 +128,7 @@ class Recorder(observer.DeviceObserver):
         self.kinds: dict[int, MemoryKind] = {}
         self._phase: Phase = "build"
         self._phases: dict[int, Phase] = {}
-        """For each memory that is taken, where in a step it was."""
+        """The phase in which each memory was taken."""
         self.device = VirtualDevice(
             [self],
             has_streams=has_streams,
@@ -138,7 +138,7 @@ class Recorder(observer.DeviceObserver):
 
     @property
     def phase(self) -> Phase:
-        """Where in a step the host is."""
+        """The phase of the step that the host is in."""
         return "build" if self.device.is_building else self._phase
 
     @phase.setter
@@ -147,7 +147,7 @@ class Recorder(observer.DeviceObserver):
         self.device.is_building = phase == "build"
 
     def add(self, entry: Entry) -> None:
-        """Note what the host does next."""
+        """Note the host's next work."""
         self.entries.append(entry)
 
     # --- what the device tells --------------------------------------------------------------------
@@ -233,24 +233,24 @@ class Recorder(observer.DeviceObserver):
         return "activations" if self.phase == "forward" else "temporary"
 
     def name_what_stayed(self, phase: Phase, kind: MemoryKind) -> None:
-        """Say what memory is for that was taken in a phase and is still there."""
+        """Give a purpose to memory that was taken in a phase and is still there."""
         self.kinds.update(
             (memory, kind) for memory, taken in self._phases.items() if taken == phase
         )
 
     def name_accumulated(self) -> None:
-        """Say that what backward has taken, and what is still there after it, are gradients of whole parameters."""
+        """Make memory that backward has taken, and that is still there after it, that of gradients of whole parameters."""
         for memory, taken in self._phases.items():
             if taken == "backward" and self.kinds[memory] == "temporary":
                 self.kinds[memory] = "accumulated"
 
     def name_memory(self, tensors: Sequence[Tensor], kind: MemoryKind) -> None:
-        """Say what memory is for that is there now."""
+        """Give a purpose to memory that is there now."""
         for tensor in tensors:
             self.name_storage(tensor.untyped_storage(), kind)
 
     def name_storage(self, storage: UntypedStorage, kind: MemoryKind) -> None:
-        """Say what the memory of a storage is for, if it has any now."""
+        """Give a purpose to the memory of a storage, if it has any now."""
         memory = self.device.memory_of(storage)
         if memory is not None:
             self.kinds[memory] = kind
@@ -281,7 +281,7 @@ class Recorder(observer.DeviceObserver):
             self.phase = before
 
     def program(self, begin: int) -> Program:
-        """Return what was recorded so far; the step begins at an entry."""
+        """Return the program that was recorded so far; the step begins at an entry."""
         return Program(
             entries=self.entries,
             begin=begin,
@@ -293,4 +293,4 @@ class Recorder(observer.DeviceObserver):
 
 
 _KERNELS: dict[object, Kernel | None] = {}
-"""What operations cost that were seen before, by what is known of them."""
+"""Kernels of operations that were seen before, by what is known of the operations."""

@@ -1,4 +1,4 @@
-"""What a whole run takes: days, GPU hours and money for so many tokens. This file imports no torch."""
+"""Cost of a whole run: days, GPU hours and money for so many tokens. This file imports no torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from fullshard.errors import ConfigurationError
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 NAMES = (("trillion", 10**12), ("billion", 10**9), ("million", 10**6))
 DEFAULT_TOKENS = 10**9
-"""Of what is told about a run where nothing says how long it is."""
+"""Tokens of a run whose length is not known."""
 MAX_TOKENS = 10**18
 
 
 @dataclass(frozen=True, slots=True)
 class RunCost:
-    """What steps of a plan take that train on so many tokens, without evaluation, checkpoints and failures."""
+    """Cost of so many tokens with steps of a plan, without evaluation, checkpoints and failures."""
 
     tokens: int
     steps: int
     days: float
     gpu_hours: float
     price: float | None
-    """Of a GPU for an hour; None if it was not given."""
+    """Price of a GPU for an hour; None if it was not given."""
 
     def __str__(self) -> str:
         """Return it for people."""
@@ -40,14 +40,14 @@ class RunCost:
 def run_cost(
     tokens: int, *, tokens_of_step: int, seconds: float, gpus: int, price: float | None
 ) -> RunCost:
-    """Return what a run takes.
+    """Return the cost of a run.
 
     Args:
-        tokens: Of the whole run.
-        tokens_of_step: Of all GPUs together.
-        seconds: Of a step.
-        gpus: How many.
-        price: Of a GPU for an hour; None if it is not known.
+        tokens: Tokens of the whole run.
+        tokens_of_step: Tokens of a step of all GPUs together.
+        seconds: Seconds of a step.
+        gpus: Number of GPUs.
+        price: Price of a GPU for an hour; None if it is not known.
     """
     steps = -(-tokens // tokens_of_step)
     hours = steps * seconds / 3600

@@ -1,4 +1,4 @@
-"""How a step scales: the same work for each GPU, on more and more of them, fully sharded and with a replica on each host."""
+"""Scaling of a step: the same work for each GPU, on more and more of them, fully sharded and with a replica on each host."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from fullshard.programs.train.model_argument import MAX_WORLD
 from fullshard.programs.train.model_source import ModelSource
 
 MOST_GUESSES = 6
-"""So often the smallest number of GPUs is guessed."""
+"""Number of guesses of the smallest number of GPUs."""
 
 POINTS = 4
-"""So many numbers of GPUs are tried beyond one host."""
+"""Most numbers of GPUs that are tried beyond one host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Scaling:
 
     points: Sequence[ScalePoint]
     failed: Sequence[str] = ()
-    """Which of them have no plan, and why."""
+    """Sentences about those without a plan, and why."""
 
 
 def worlds_up_to(world: int, per_host: int) -> list[int]:
@@ -72,7 +72,7 @@ def scaling(
     """Return steps of more and more GPUs, each with as many windows as a GPU has now.
 
     Args:
-        question: What is given.
+        question: The given run.
         source: Its model.
         told: Is told about the progress.
         planner: Makes the plans; None for one after the other.
@@ -125,7 +125,7 @@ def fewest_gpus(question: Question, planner: Planner) -> PlannedStep | str | Non
     if rest >= there:
         return None
     known: dict[int, PlannedStep] = {step.world: step}
-    # What is held shrinks with the number of GPUs. Padding and fragments do not, so neighbours are planned, too.
+    # Held memory shrinks with the number of GPUs. Padding and fragments do not, so neighbours are planned, too.
     guess = max(1, -(-held // (there - rest)))
     for _ in range(MOST_GUESSES):
         size = next_size(guess, question.machine.links.devices_per_host)

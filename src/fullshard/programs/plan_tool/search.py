@@ -41,20 +41,20 @@ from fullshard.programs.train.config import RunConfig
 from fullshard.programs.train.model_source import ModelSource
 
 COMBINATIONS = 4
-"""So many combinations of changes are estimated."""
+"""Number of combinations of changes that are estimated."""
 CONFIRMED = 3
-"""At most so many of the best are planned with all layers."""
+"""Most changes, of the best, that are planned with all layers."""
 BEST = 5
-"""So many are returned."""
+"""Most changes that are returned."""
 MARGIN = 0.05
 """The share of memory by which estimates may be off: it stays free where microbatches are chosen to fit."""
 OF_STATE_IN_8_BITS = 0.26
 """The share of Adam's state that is left in 8 bits, with its scales."""
 WORTHWHILE = 1.01
-"""A change must give this much more throughput."""
+"""Least gain of a change in throughput."""
 
 Told = Callable[[int, int, str], None]
-"""Is told how many plans are made, of how many, and which one comes next."""
+"""A listener: it hears how many plans are made, of how many, and which one comes next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class Found:
     change: Change
     step: PlannedStep
     reason: str
-    """What it gains or costs, against the given configuration, in one line."""
+    """Its gain or cost against the given configuration, in one line."""
     gain: float = 1.0
-    """How many times the throughput of what it is compared with."""
+    """Its throughput, relative to that of the plan it is compared with."""
     is_confirmed: bool = False
-    """It was planned with all layers."""
+    """Whether it was planned with all layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a search has found."""
+    """The result of a search."""
 
     best: Sequence[Found]
     """The best first; better than what was given, or at least fitting if that does not fit."""
@@ -94,7 +94,7 @@ class Search:
     failed: Sequence[Failed] = ()
     """Changes whose planning raised an error; the search goes on without them."""
     larger: Sequence[Found] = ()
-    """With larger batches, in the order of sizes; gains are against the best for the same batch."""
+    """Changes with larger batches, in the order of sizes; gains are against the best for the same batch."""
 
     @property
     def better_larger(self) -> list[Found]:
@@ -120,7 +120,7 @@ def search(
     """Find better configurations.
 
     Args:
-        question: What is given.
+        question: The given run.
         source: Its model.
         given: Its plan.
         try_all: Also estimate changes of one field that cannot help, to show what they cost.
@@ -233,7 +233,7 @@ class _Searching:
         return self._estimates(wanted[:1])
 
     def _offloaded(self, others: Sequence[Found]) -> list[Found]:
-        """Return what fits with shards in host memory, which is slow: only where nothing else fits."""
+        """Return plans that fit with shards in host memory, which is slow: only where nothing else fits."""
         if self._base.fits or any(each.step.fits for each in others):
             return []
         wanted = offloads(self._question)
@@ -345,7 +345,7 @@ class _Searching:
         return step.tokens_per_second
 
     def _rank(self, found: Found) -> tuple[bool, bool, bool, float]:
-        """Return what sorts the best first. Estimates are too rough to push a confirmed one from its place."""
+        """Return a key that sorts the best first. Estimates are too rough to push a confirmed one from its place."""
         step = found.step
         cost = -step.tokens_per_second if step.fits else step.memory.reserved
         return not step.fits, found.change.trains_otherwise, not found.is_confirmed, cost
@@ -358,7 +358,7 @@ class _Searching:
 
 
 def _hope(most: float, predicted: tuple[float, float, Change]) -> tuple[float, bool, float, int]:
-    """Return what sorts the most promising first, if there are so many bytes."""
+    """Return a key that sorts the most promising first, if there are so many bytes."""
     nbytes, seconds, change = predicted
     return max(0.0, nbytes - most), change.trains_otherwise, seconds, len(change.values)
 

@@ -1,4 +1,4 @@
-"""What a search says, in sentences and rows: for the terminal and for the page."""
+"""Sentences and rows about a search: for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tried:
 
 
 def tried_rows(given: PlannedStep, found: Search) -> Iterator[Tried]:
-    """Yield what was given and all that was tried, the failed ones too."""
+    """Yield the given configuration and all that were tried, the failed ones too."""
     steps = [("as given", given)]
     steps += [(each.change.settings, each.step) for each in found.tried]
     steps += [(_larger_text(each, found), each.step) for each in found.larger]
@@ -47,7 +47,7 @@ def tried_rows(given: PlannedStep, found: Search) -> Iterator[Tried]:
 
 
 def _larger_text(larger: Found, found: Search) -> str:
-    """Return what a larger batch changes, without what the best configuration for the same batch changes."""
+    """Return the changes of a larger batch beyond those of the best configuration for the same batch."""
     if not found.best:
         return larger.change.settings
     first = set(found.best[0].change.values)
@@ -72,7 +72,7 @@ def nothing_text(given: PlannedStep, found: Search) -> str:
 
 
 def untried_text(question: Question, found: Search) -> str:
-    """Say what was not tried."""
+    """Name the options that were not tried."""
     tried = {name for each in (*found.tried, *found.best) for name, _ in each.change.values}
     config = question.config
     parts = ["context, expert and tensor parallelism, which fullshard does not have"]

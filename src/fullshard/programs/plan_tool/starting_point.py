@@ -22,12 +22,12 @@ from fullshard.programs.plan_tool.question import (
 from fullshard.programs.train.model_source import ModelSource
 
 MOST_KEPT = {"selective": 0.5}
-"""Which share of all activations recomputation keeps at most: a third in Llamas, a tenth where there are experts. So an estimate is often
+"""Most that recomputation keeps of all activations: a third in Llamas, a tenth where there are experts. So an estimate is often
 not needed. What decides is the plan with all layers."""
 
 
 MANY_RANKS = 256
-"""From here on a plan with all layers may take ten seconds, since the engine then looks at the shards of so many ranks."""
+"""Least number of ranks for which a plan with all layers may take ten seconds: the engine then looks at the shards of so many."""
 
 
 def first_plan(
@@ -38,7 +38,7 @@ def first_plan(
     """Return the question with what it left open, and its plan with all layers.
 
     Args:
-        question: What is asked.
+        question: The question of the user.
         source: Its model.
         told: Is told the estimate, if it takes longer than people like to wait for a first answer.
 
@@ -79,7 +79,7 @@ def _is_certain(first: PlannedStep, choice: Question) -> bool:
 
 
 def _choices(question: Question) -> Iterator[Question]:
-    """Yield what may be planned, the one that recomputes the least first; only the question itself if nothing is open."""
+    """Yield the possible plans, the one that recomputes the least first; only the question itself if nothing is open."""
     config = question.config
     if BATCH not in question.open_fields or question.machine.host.is_synchronous:
         yield question
@@ -97,7 +97,7 @@ def _choices(question: Question) -> Iterator[Question]:
 
 
 def chosen_text(question: Question) -> str | None:
-    """Return what was chosen, and why; None if the question said all of it."""
+    """Return the choices that were made, and why; None if the question said all of it."""
     config, is_gpu = question.config, not question.machine.host.is_synchronous
     parts = []
     if PRECISION in question.open_fields and is_gpu:

@@ -37,9 +37,9 @@ class StepProgram:
 
     program: Program
     tokens: int
-    """That the rank trains on."""
+    """Tokens that the rank trains on."""
     padding: str | None
-    """Which groups are padded a lot, and why, if any."""
+    """Sentence about the groups that are padded a lot, and why, if there are any."""
     trace: Callable[[Times], Trace]
     """Returns the trace of the step as it was played."""
 
@@ -58,7 +58,7 @@ def record_step(
     Raises:
         ConfigurationError: the configuration does not go together, or not with this number of ranks.
     """
-    # What compiling changes is the machine's business.
+    # The machine knows the effects of compiling.
     config = replace(config, compute=replace(config.compute, compile="none", graph=False))
     recorder = Recorder(has_streams=has_streams, offloads=config.sharding.offload)
     ranks = virtual_process_group(world, recorder.device)
@@ -125,7 +125,7 @@ def _local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def export_later(model: nn.Module, spans: TraceRecorder) -> Callable[[Times], Trace]:
-    """Return what exports a trace when the times are known. The world is gone by then."""
+    """Return the function that exports a trace when the times are known. The world is gone by then."""
     clock = spans.clock
     assert isinstance(clock, RecordedClock), "the recorder is the device"
     world = world_size()

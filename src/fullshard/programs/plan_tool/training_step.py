@@ -87,5 +87,5 @@ class TrainingStep:
         self.optimizer.zero_grad()
 
     def during(self, phase: Phase) -> AbstractContextManager[None]:
-        """Return the context of a phase; whoever records a step has another."""
+        """Return the context of a phase; a recorder of steps has another."""
         return nullcontext()

@@ -1,4 +1,4 @@
-"""How far an answer may be off, and where that has been measured.
+"""Errors to expect of an answer, and the places where they were measured.
 
     time        from published runs of the same GPU, size and number of GPUs. Elsewhere from the bands of the profile's sections,
                 each weighted by its seconds: that says how well the parts are known, not how well the whole was predicted
@@ -20,11 +20,11 @@ Answer = Literal["allocated", "reserved", "time"]
 """Allocated: what tensors take at the peak. Reserved: what the allocator takes from the device for them."""
 
 Basis = Literal["runs", "profile", "others", "host"]
-"""Where a band comes from: runs like this one, the sections of the profile, runs that are not like this one, or steps that
+"""Origins of bands: runs like this one, the sections of the profile, runs that are not like this one, or steps that
 waited for the host."""
 
 HOST_SHARE = 0.1
-"""From this share of waits for the host on, the host decides how far a time is off."""
+"""Least share of waits for the host at which the host decides how far a time is off."""
 HOST_BAND = 0.43
 """The largest error of a step that waits for the host: 12 layers of width 768 on an H200. The host sections of shipped profiles
 were measured before backward ran on the calling thread."""
@@ -56,7 +56,7 @@ class Validated:
     worlds: tuple[int, int]
     """The fewest and the most ranks."""
     parameters: tuple[int, int]
-    """Of the smallest and the largest model."""
+    """Elements of the smallest and of the largest model."""
     band: float
     """The largest relative error of the plans."""
 
@@ -111,7 +111,7 @@ were settled with most of these rows in view, so other runs may be off by more."
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """How far an answer may be off."""
+    """The error to expect of an answer."""
 
     relative: float | None
     """A share of it; None if it is not known."""

@@ -73,7 +73,7 @@ def importing_libraries(what: str) -> Iterator[None]:
     """Explain how to install the packages of the extra, if one is missing that the block imports.
 
     Args:
-        what: What needs them.
+        what: Name of the feature that needs them.
     """
     try:
         yield
@@ -85,7 +85,7 @@ def importing_libraries(what: str) -> Iterator[None]:
 
 
 def check_libraries(what: str) -> None:
-    """Refuse what needs the packages of the extra if one is missing, without importing them; ConfigurationError."""
+    """Refuse a feature that needs the packages of the extra if one is missing, without importing them; ConfigurationError."""
     for name in LIBRARIES:
         if find_spec(name) is None:
             raise _missing_library(what, name)

@@ -1,4 +1,4 @@
-"""What a chart is, and what all charts have in common.
+"""Charts as data, and the parts common to all charts.
 
 Figures are plotly's. Their colours are CSS variables such as `var(--wait)`; `page.css` has the values, light and dark, and
 `page.js` inserts them when it draws. Plotly reads a subset of HTML in any text, so names must pass through `plain`.
@@ -22,7 +22,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     num_text: int = 1
     keys: Sequence[Sequence[float | str]] = ()
-    """What to sort rows by, where sorting the text would be wrong."""
+    """Values to sort rows by, where sorting the text would be wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,15 +33,15 @@ class Chart:
     """Its id on the page."""
     title: str
     caption: str
-    """How to read the figure, and what it shows to readers who cannot see it."""
+    """Guide to the figure, with its content in words for readers without sight."""
     views: Mapping[str, go.Figure]
-    """By key; a chart without choices has one view."""
+    """Views by key; a chart without choices has one view."""
     first: str = ""
     """The key of the view that is shown first."""
     numbers: Table | None = None
     """The figure as a table."""
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """What can be chosen. A view's key is one value of each, joined by slashes."""
+    """Values to choose from. A view's key is one value of each, joined by slashes."""
 
 
 def figure(traces: Sequence[Any], *, height: int, **layout: Any) -> go.Figure:

@@ -1,4 +1,4 @@
-"""What a finding is, and what a remedy is: data, so that tests can apply remedies to the runs that caused them."""
+"""Findings and remedies: data, so that tests can apply remedies to the runs that caused them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PLACES: dict[Place, str] = {
     "batch": "before the batch is read: {}",
     "optimizer": "in place of torch's optimizer, if the program has that: {}",
 }
-"""Where code of a remedy belongs in a program."""
+"""Places in a program where code of a remedy belongs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class Remedy:
     kind: str
     """One of `remedies.REMEDIES`."""
     text: str
-    """What it does, or the advice; code is in `backquotes`."""
+    """Its effect, or the advice; code is in `backquotes`."""
     settings: tuple[Setting, ...] = ()
-    """Needed together."""
+    """Settings that are needed together."""
     call: Call | None = None
 
     @property
@@ -96,7 +96,7 @@ class Finding:
     title: str
     text: str
     amount: float
-    """How much of it there is, to compare with the same finding about another run."""
+    """Its amount, to compare with the same finding about another run."""
     remedies: tuple[Remedy, ...] = ()
     severity: Severity = "slow"
     cost_share: float = 0.0

@@ -32,7 +32,7 @@ MEANINGS = {
     "shard": "The part of a group that one rank holds.",
     "wait": "Time in which compute stands still for communication.",
 }
-"""By the word, as it stands on the page."""
+"""Explanations by word, as it stands on the page."""
 
 FORMS = {
     "all-gathers": "all-gather",

@@ -77,7 +77,7 @@ def _compared(analysis: Analysis, planned: PlannedStep | None) -> PlanComparison
 
 
 def frame(kind: str, name: str, subtitle: str, charts: list[Chart]) -> dict[str, object]:
-    """Return what `layout.html` needs of a page.
+    """Return the values that `layout.html` needs of a page.
 
     Args:
         kind: The program that writes it.
@@ -99,7 +99,7 @@ def frame(kind: str, name: str, subtitle: str, charts: list[Chart]) -> dict[str,
 
 @cache
 def environment() -> jinja2.Environment:
-    """Return what renders templates, those of other programs, too."""
+    """Return the environment that renders templates, those of other programs, too."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_asset),
         autoescape=True,

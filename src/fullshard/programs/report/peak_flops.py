@@ -12,7 +12,7 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "NVIDIA L4": {"bf16": 121 * TERA, "fp32": 30.3 * TERA},
     "NVIDIA L40S": {"bf16": 362 * TERA, "fp32": 91.6 * TERA},
 }
-"""By how the name of a device begins, and by the precision of the run: FLOP/s in the data sheets of NVIDIA, without
+"""FLOP/s in NVIDIA's data sheets, by the beginning of a device's name and by the precision of the run. They are without
 sparsity. float32 is without tensor cores, as torch computes it unless a program asks for TF32."""
 
 FLOPS_PER_PARAMETER = 6

@@ -1,6 +1,6 @@
 """A run against its plan: what was predicted, what was measured, and where they part.
 
-Both sides are traces, and the same arithmetic is done on both: the plan's trace is that of a step which nobody has taken.
+Both sides are traces, and the same arithmetic is done on both: the plan's trace is that of a step that was never taken.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fullshard.programs.report.timeline import StepTimes
 from fullshard.programs.report.units import duration, share, size
 
 SAME = 0.05
-"""Differences below this share of a step are not where the two part."""
+"""Differences below this share of a step are not named."""
 
 PHASES = {"forward": "compute, forward", "backward": "compute, backward", "outside": "the rest"}
-"""Of compute. The rest is data, loss, optimizer, and time in which the host had not issued anything."""
+"""Phases of compute. The rest is data, loss, optimizer, and time in which the host had not issued anything."""
 AWAITED = {"gather": "waits for gathers", "reduction": "waits for reductions"}
 
 
@@ -29,9 +29,9 @@ class PlanComparison:
     """A run and its plan, for the page."""
 
     title: str
-    """Of the machine that was planned for."""
+    """Title of the planned machine."""
     sentence: str
-    """Where they part."""
+    """Sentence about where they part."""
     rows: Table
 
 
@@ -95,7 +95,7 @@ def _where_they_part(
     planned_us: float,
     measured_us: float,
 ) -> str:
-    """Say what makes most of the difference."""
+    """Name the largest part of the difference."""
     whole = (
         f"The plan predicted {duration(planned_us)} for a step, and it took {duration(measured_us)}"
     )

@@ -14,7 +14,7 @@ _WORTH = share(step_findings.WORTH_REPORTING)
 
 
 class FindingKind(NamedTuple):
-    """What is found when, and the kinds of remedies that it may have."""
+    """A kind of finding: its condition, and the kinds of remedies that it may have."""
 
     when: str
     remedies: tuple[str, ...]
@@ -94,7 +94,7 @@ FINDINGS: dict[str, FindingKind] = {
         ("look",),
     ),
 }
-"""By kind."""
+"""Kinds of findings, by name."""
 
 
 def markdown() -> str:

@@ -101,7 +101,7 @@ REMEDIES: dict[str, tuple[str, str]] = {
     ),
     "look": ("advice: where to look", "none: it changes nothing"),
 }
-"""By kind: how it is done, and what is checked before it is given."""
+"""Means of each kind of remedy, and the checks before it is given."""
 
 
 def look(text: str) -> Remedy:
@@ -350,7 +350,7 @@ def _precision(analysis: Analysis, changed: str) -> Call:
         "reduce_dtype": (first.reduce_dtype, first.compute_dtype),
         "wire_dtype": (first.wire_dtype, first.reduce_dtype),
     }
-    # What is not given follows the dtype before it.
+    # A dtype that is not given follows the one before it.
     chosen = {name: dtype for name, (dtype, before) in dtypes.items() if dtype != before}
     if changed == "wire_dtype":  # it must be narrower than the dtype of the sums
         chosen["reduce_dtype"] = "float32"

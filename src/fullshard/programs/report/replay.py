@@ -1,4 +1,4 @@
-"""Which waits would remain if gathers were issued further ahead: the measured step, replayed.
+"""Waits that would remain if gathers were issued further ahead: the measured step, replayed.
 
 Compute takes as long as measured, without its waits for gathers. Gathers are on the wire one at a time, in the measured
 order and for the measured time. At depth d a gather is issued when compute starts on what the d-th gather before it
@@ -41,13 +41,13 @@ class Need:
 
     gather: Span
     clock_us: float
-    """When, on the clock of compute, which stops while compute waits for gathers."""
+    """That moment, on the clock of compute, which stops while compute waits for gathers."""
     first_start_us: float
-    """When the first gather of the phase started, on the same clock."""
+    """Start of the first gather of the phase, on the same clock."""
 
 
 Waits = dict[tuple[str, str], float]
-"""By group and phase, in microseconds."""
+"""Waits by group and phase, in microseconds."""
 
 
 def measured_waits(step: StepTimes) -> Waits:

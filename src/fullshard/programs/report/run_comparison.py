@@ -16,7 +16,7 @@ from fullshard.programs.report.units import count, duration, loss_value, share, 
 from fullshard.programs.run_events import Step
 
 COLORS = ("var(--accent)", "var(--reduce)")
-"""Of this run, and of the other."""
+"""Colours of this run, and of the other."""
 
 NAMED_BY_RUN = {("run", "folder")}
 """Fields in which two runs always differ."""

@@ -47,7 +47,7 @@ MOST_BYTES = 16 << 30
 MOST_DEPTH = 8
 """Deepest nesting of a configuration's value that is shown."""
 NO_JSON = (OSError, ValueError, RecursionError)
-"""What reading and parsing JSON or TOML may raise. Deeply nested brackets raise a RecursionError."""
+"""Errors of reading and parsing JSON or TOML. Deeply nested brackets raise a RecursionError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,9 +65,9 @@ class Metrics:
     """The content of `metrics.jsonl`."""
 
     starts: tuple[Start, ...] = ()
-    """Those whose steps count, in order; each may have other ranks."""
+    """Starts whose steps count, in order; each may have other ranks."""
     steps: tuple[Step, ...] = ()
-    """By step. Numbers that were not finite, or not written, are NaN."""
+    """Steps in order. Numbers that were not finite, or not written, are NaN."""
     evaluations: tuple[Evaluation, ...] = ()
     marks: tuple[Mark, ...] = ()
     bad_steps: tuple[BadStep, ...] = ()
@@ -107,7 +107,7 @@ class Run:
     config: Config = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
     traces: tuple[Trace, ...] = ()
-    """By rank."""
+    """Traces, in the order of ranks."""
     notes: tuple[str, ...] = ()
     """Sentences about what could not be read."""
 

@@ -28,7 +28,7 @@ SLOWER_BY = 0.1
 """A run has become slower if the median step of a start's last quarter is longer than that of its first by this share."""
 
 MOST_STALLED = 3
-"""How many ranks, or sets of ranks, that kept others waiting are named."""
+"""Most ranks, or sets of ranks, that are named as keeping others waiting."""
 
 SPIKE_WINDOW = 25
 """Steps before a step whose losses say what loss to expect."""

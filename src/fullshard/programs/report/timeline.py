@@ -1,4 +1,4 @@
-"""Where the time of recorded steps went: arithmetic on spans.
+"""Time of recorded steps, by where it went: arithmetic on spans.
 
     compute    | forward 0 |  wait  | forward 1 |          loss, optimizer: "outside"
     all-gather | gather 1 ..........|
@@ -50,15 +50,15 @@ class StepTimes:
     start_us: float
     end_us: float
     spans: tuple[Span, ...]
-    """By start; the span of the step itself is not among them."""
+    """Spans by start; the span of the step itself is not among them."""
     host: Interval
-    """When the host was at the step. Memory is sampled on the host's clock."""
+    """The host's time at the step. Memory is sampled on the host's clock."""
     memory: tuple[MemorySample, ...]
     """The samples of that time, and the last one before it."""
 
     @property
     def duration_us(self) -> float:
-        """How long the step took."""
+        """Duration of the step."""
         return self.end_us - self.start_us
 
     def of(self, *kinds: Kind) -> list[Span]:
@@ -67,7 +67,7 @@ class StepTimes:
 
     @cached_property
     def waits(self) -> list[Interval]:
-        """When compute waited."""
+        """Times in which compute waited."""
         return union(map(_interval, self.of("wait")))
 
     @cached_property
@@ -82,7 +82,7 @@ class StepTimes:
 
     @cached_property
     def compute(self) -> list[Stretch]:
-        """What compute did, in order, without waits."""
+        """Work of compute, in order, without waits."""
         innermost = list(_innermost(self.of("compute")))
         busy = union([*((start, end) for _, start, end in innermost), *self.waits])
         outside = without([(self.start_us, self.end_us)], busy)
@@ -118,7 +118,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class WaitTimes:
-    """How long compute waited for one group in one phase: the mean over steps and ranks."""
+    """Waits of compute for one group in one phase: the mean over steps and ranks."""
 
     group: str
     phase: str
@@ -193,9 +193,9 @@ class Lateness:
 
     rank: int
     waited_us: float
-    """How long another rank waited for it in a step, on average."""
+    """Time that another rank waited for it in a step, on average."""
     share: float
-    """Of all the time that ranks waited for each other."""
+    """Share of all the time that ranks waited for each other."""
     steps_share: float
     """Share of the steps in which it was waited for most."""
 

@@ -40,7 +40,7 @@ class Bar:
     start_us: float
     end_us: float
     text: str
-    """What it is, for the hover label."""
+    """Text of the hover label."""
 
 
 def timeline_chart(analysis: Analysis) -> Iterator[Chart]:

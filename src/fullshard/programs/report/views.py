@@ -1,4 +1,4 @@
-"""Which recorded steps the page shows: a view for each rank and step, as many as fit."""
+"""Recorded steps that the page shows: a view for each rank and step, as many as fit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Views:
 
     @property
     def choices(self) -> dict[str, list[str]]:
-        """What can be chosen."""
+        """Values to choose from."""
         return {
             "rank": [str(rank) for rank in sorted({step.rank for step in self.shown})],
             "step": [str(step) for step in sorted({step.step for step in self.shown})],

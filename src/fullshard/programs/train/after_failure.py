@@ -1,4 +1,4 @@
-"""What is said after ranks have failed: whether memory was the cause, and the command that goes on, and from where."""
+"""Messages after ranks have failed: whether memory was the cause, and the command that goes on, and from where."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fullshard.programs.train.processes import RankFailedError, StoppedError
 from fullshard.programs.train.run_folder import RunFolder, step_of_checkpoint
 
 OUT_OF_MEMORY = re.compile("OutOfMemoryError|out of memory|can't allocate memory|MemoryError")
-"""What torch, the allocator of CUDA and Python write when memory runs out."""
+"""Texts of torch, of CUDA's allocator and of Python when memory runs out."""
 
 LESS_MEMORY = (
     "compute.checkpoint_activations=blocks takes less. So does a larger train.accumulate, if activations take more memory than "

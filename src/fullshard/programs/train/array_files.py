@@ -46,9 +46,9 @@ class ArrayFile:
     path: Path
     dtype: str
     first_byte: int
-    """Of the first token."""
+    """Offset of the first token."""
     length: int
-    """In tokens."""
+    """Length in tokens."""
 
     def opened(self) -> OpenArray:
         """Open it to read its tokens."""

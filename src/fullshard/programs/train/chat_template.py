@@ -1,4 +1,4 @@
-r"""How a conversation becomes text: the chat template of the tokenizer, and where the answers are in that text.
+r"""Text of a conversation: the chat template of the tokenizer, and where the answers are in that text.
 
     <|im_start|>user\\nHow many?<|im_end|>\\n<|im_start|>assistant\\nFour.<|im_end|>\\n
                                                                |      answer       |
@@ -32,7 +32,7 @@ PLAIN = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"""For tokenizers that have no template."""
+"""Template for tokenizers that have none."""
 
 SAMPLE = "an answer"
 

@@ -107,7 +107,7 @@ def train(
     with errors_of_ranks_as_exit_codes(prints_errors=prints_errors):
         config = read_config(file, wanted, checks=[partial(problems_here, fresh=fresh)])
         if prints_errors:
-            stream = broken_pipe_safe(sys.stdout)  # the run goes on even if nobody can read this
+            stream = broken_pipe_safe(sys.stdout)  # the run goes on even without a reader
             print("Starting; importing torch takes a few seconds.", file=stream, flush=True)
         start(config, fresh=fresh)
 

@@ -60,7 +60,7 @@ class ConfigSection:
 
     name: str
     text: str
-    """What it is about."""
+    """Text about its subject."""
     build: Callable[..., Any]
     """Makes the section from values of its fields."""
     fields: dict[str, ConfigField]

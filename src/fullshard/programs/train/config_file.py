@@ -316,7 +316,7 @@ class Difference:
     field: str
     old: str
     new: str
-    """As in a TOML file; `not set` for none."""
+    """Values as in a TOML file; `not set` for none."""
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[Difference]:

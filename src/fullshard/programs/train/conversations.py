@@ -1,4 +1,4 @@
-"""What a record is: a conversation, or a document.
+"""Kinds of records: conversations and documents.
 
 | fields | what it is |
 |---|---|
@@ -56,7 +56,7 @@ class Document:
 
 
 def read_record(where: str, record: Record) -> Conversation | Document:
-    """Return what a record is.
+    """Return a record as a conversation or a document.
 
     Raises:
         ConfigurationError: its fields are none of those that are known, or have other contents.

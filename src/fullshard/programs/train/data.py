@@ -44,10 +44,10 @@ class Data:
     """The data of one run."""
 
     source: str
-    """Where it comes from, for people."""
+    """Origin of the data, for people."""
 
     left_out: str
-    """What of the source is not read, and why, in one line; empty if all is."""
+    """The part of the source that is not read, and why, in one line; empty if all is."""
 
     training: Rows
     held_out: Rows
@@ -59,7 +59,7 @@ class Data:
     """All sequences, each with the number of its tokens that are for training."""
 
     prompts: Prompts | None = None
-    """How the model is asked, if the data are records."""
+    """Prompts for the model, if the data are records."""
 
     def opening(self) -> list[int]:
         """Return the first tokens of the held-out data, for a model to go on from. Bytes of broken characters are left out."""

@@ -33,7 +33,7 @@ NOT_LIBRARY = frozenset(
 """Folders that are not the standard library, or unlike the rest of it."""
 
 LIBRARY_BYTES = 8_000_000
-"""How much of the standard library is read, unless `data.max_bytes` says otherwise."""
+"""Most bytes of the standard library that are read, unless `data.max_bytes` says otherwise."""
 
 WHAT: dict[Kind, str] = {
     "text": "text files",
@@ -49,7 +49,7 @@ BY_NAME = "to read one, name it with data.path"
 AS_TEXT = f'{BY_NAME}, and set data.kind = "text"'
 
 OPENING_BYTES = 4096
-"""So much of a file shows whether it is text."""
+"""Bytes of a file that show whether it is text."""
 
 BINARY_KINDS = {
     b"\x1f\x8b": "gzip",
@@ -62,21 +62,21 @@ BINARY_KINDS = {
     b"\x89HDF": "HDF5",
     b"\x93NUMPY": "an array of numpy, whose name must end with .npy",
 }
-"""How files begin that are no text."""
+"""Beginnings of files that are no text."""
 
 SHOWN_NAMES = 3
-"""How many names are listed of what is left out."""
+"""Number of names listed of what is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOut:
-    """Some of what is in a folder and is not read."""
+    """Some of a folder's content that is not read."""
 
     reason: str
     names: tuple[str, ...]
-    """Of files or folders, relative to the folder."""
+    """Names of files or folders, relative to the folder."""
     remedy: str
-    """Which field has them read."""
+    """The field that has them read."""
 
     def __str__(self) -> str:
         num_more = len(self.names) - SHOWN_NAMES
@@ -89,7 +89,7 @@ class DataFiles:
     """The files of one run."""
 
     source: str
-    """Where they are, for people."""
+    """Place of the files, for people."""
 
     kind: Kind
 
@@ -97,7 +97,7 @@ class DataFiles:
     """At least one."""
 
     left_out: tuple[LeftOut, ...] = ()
-    """What else is there, found without reading files."""
+    """Other content of the folder, found without reading files."""
 
     max_bytes: int | None = None
     """Most bytes of text to read."""
@@ -170,7 +170,7 @@ def _found(section: DataSection) -> DataFiles:
 
 
 def binary_kind(opening: bytes) -> str:
-    """Return what a file is that begins so, if it is no text; empty if it may be text."""
+    """Return the kind of a file that begins so, if it is no text; empty if it may be text."""
     known = (name for start, name in BINARY_KINDS.items() if opening.startswith(start))
     return next(known, "binary: it has zero bytes" if b"\0" in opening else "")
 

@@ -1,4 +1,4 @@
-"""What a run remembers of its data: how many tokens of how many sequences, and a digest of samples.
+"""Memory of a run's data: how many tokens of how many sequences, and a digest of samples.
 
 The last tokens are held out. If data are appended, replaced or cut short between two starts, others are the last: tokens
 that were held out would be trained on, and windows would come in another order. So a run that is resumed must find the data

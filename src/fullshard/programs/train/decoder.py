@@ -95,8 +95,8 @@ class Decoder(nn.Module):
         """Return scores (batch, length, vocabulary) for the token after each of `tokens` (batch, length).
 
         Args:
-            tokens: What is read.
-            visible: Which tokens each token sees (batch, 1, length, length); by default itself and all before it.
+            tokens: Tokens that are read.
+            visible: Tokens that each token sees (batch, 1, length, length); by default itself and all before it.
         """
         x = self.embed(tokens)
         for block in self.blocks:

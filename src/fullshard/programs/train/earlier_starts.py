@@ -1,4 +1,4 @@
-"""What earlier starts of a run have done, from its metrics: a summary counts the whole run."""
+"""Work of a run's earlier starts, from its metrics: a summary counts the whole run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EarlierStarts:
     count: int = 0
 
     seconds: float = 0.0
-    """From the first to the last record of each start, so a start that was killed counts, too."""
+    """Seconds from the first to the last record of each start, so a start that was killed counts, too."""
 
     first_step: Step | None = None
 
@@ -32,14 +32,14 @@ class EarlierStarts:
     """Numbers of steps whose updates were skipped. Some may be after the checkpoint that the next start goes on from."""
 
     steps: int = 0
-    """Of the whole run, as its last start planned it; 0 if it is not known."""
+    """Steps of the whole run, as its last start planned it; 0 if their number is not known."""
 
     saved_step: int = 0
     """The step of the last checkpoint that became complete; 0 if there was none."""
 
 
 def read_earlier_starts(metrics: Path) -> EarlierStarts:
-    """Return what a metrics file says about the starts so far.
+    """Return the facts about the starts so far from a metrics file.
 
     Raises:
         UnknownFormatError: It was written in another format.

@@ -20,7 +20,7 @@ def window_losses(
     """Return the loss of each window, in nats per token.
 
     Args:
-        source: Where the model comes from.
+        source: Source of the model.
         module: The model.
         windows: Rows of context + 1 tokens, or planes of `PackedWindows`.
         scale: For planes, the factor of the sum over a window's tokens (`PackedWindows.scale`). Otherwise the loss is their mean.
@@ -56,7 +56,7 @@ def held_out_loss(
     """Return the mean loss over the held-out windows of all ranks.
 
     Args:
-        source: Where the model comes from.
+        source: Source of the model.
         module: The sharded model. All ranks call this.
         held_out: Windows that are not trained on.
         limit: Use at most this many windows, spread evenly.

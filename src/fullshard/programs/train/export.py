@@ -78,7 +78,7 @@ def export_checkpoint(
 
     Args:
         path: A checkpoint of any format.
-        form: How transformers knows its model.
+        form: Form of the model for transformers.
         target: New, empty, or an earlier export, which is replaced.
         ema: Export the averages of the parameters in place of the trained weights.
 

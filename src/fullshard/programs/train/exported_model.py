@@ -5,7 +5,7 @@
       fullshard_export.json                                  the mark: step, checkpoint, names of all files of the export
 
 Files that a user has added stay when an export is replaced. A folder without a mark is never replaced: its weights may be
-somebody's work. This file imports no torch, because problems with exporting are found before a run starts.
+a user's work. This file imports no torch, because problems with exporting are found before a run starts.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ MAX_MARK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportForm:
-    """How transformers knows a model: the files beside its weights, and their names."""
+    """Form of a model for transformers: the files beside its weights, and their names."""
 
     companions: Sequence[Any]
     """Folders, or objects with `save_pretrained`, that have configuration and tokenizer."""
 
     rename: Callable[[str], str | None] | None = None
-    """From the model's names of weights to those of transformers; None if they are the same."""
+    """Renaming: the model's names of weights to those of transformers; None if they are the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportMark:
-    """Which checkpoint an export was made from, and which files it has."""
+    """The checkpoint that an export was made from, and the export's files."""
 
     checkpoint: str
     """Name of the checkpoint."""
@@ -54,7 +54,7 @@ class ExportMark:
     """Whether it has averages of the parameters in place of the trained weights."""
 
     weights: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By the name of a file of weights, its bytes and the checksum of its header, which has the checksums of its data.
+    """Bytes of each file of weights, by name, with the checksum of its header, which has the checksums of its data.
     Empty in exports of earlier versions."""
 
     def write(self, folder: Path) -> None:

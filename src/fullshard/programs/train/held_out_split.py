@@ -1,4 +1,4 @@
-"""Which tokens are held out: arithmetic on the lengths of sequences, without torch.
+"""Split of tokens into trained and held out: arithmetic on the lengths of sequences, without torch.
 
 | file a | file b | ...                 | file y | file z |
 | training                                   | held out   |

@@ -73,12 +73,12 @@ from fullshard.programs.train.stored_weights import load_weights
 from fullshard.programs.train.traced_steps import TracedSteps
 
 MAX_FAULT = 300
-"""How many characters of an exception are reported for a failed step."""
+"""Most characters of an exception that are reported for a failed step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What one rank trains, and on which device."""
+    """Training of one rank: the model, its data and its device."""
 
     config: RunConfig
     source: ModelSource
@@ -94,7 +94,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """What all ranks know about a step before its update."""
+    """Facts about a step that all ranks know before its update."""
 
     loss: float
     grad_norm: float
@@ -109,7 +109,7 @@ class Agreement:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def fault(self, max_norm: float) -> str | None:
-        """Return what is wrong with the step; None if it is good."""
+        """Return the fault of the step; None if it is good."""
         if not math.isfinite(self.loss):
             return f"loss is {self.loss}"
         if not math.isfinite(self.grad_norm):
@@ -141,7 +141,7 @@ class Training:
             watch,
         )
         self._weights = ""
-        """Where the starting weights come from, for people; empty if they were drawn, or if the run is resumed."""
+        """Origin of the starting weights, for people; empty if they were drawn, or if the run is resumed."""
         self.state = self.checkpoints.resume() or self._begin()
         self._gradients: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]] = (
             self._compute_clipped_gradients
@@ -324,7 +324,7 @@ class Training:
         )
 
     def _action(self, fault: str | None, wanted: BadStepAction) -> BadStepAction | None:
-        """Return what to do about a bad step: the same on all ranks, because they agree about the fault."""
+        """Return the action after a bad step: the same on all ranks, because they agree about the fault."""
         if fault is None:
             return None
         if wanted == "skip" and self.state.bad_steps + 1 >= self.config.train.max_bad_steps:

@@ -15,7 +15,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a GPU is called; a CPU has no name that says what it can do."""
+    """Return the name of a GPU; a CPU has no name that says what it can do."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 

@@ -1,6 +1,6 @@
 """Processes that the kernel has killed because memory ran out, as it counts them.
 
-A process that is killed so gets SIGKILL, like one that somebody else kills. Only these counters tell them apart:
+A process that is killed so gets SIGKILL, like one that a user kills. Only these counters tell them apart:
 
     /proc/vmstat                       of the whole machine
     memory.events, memory.oom_control  of the control group (version 2, version 1), a container, say

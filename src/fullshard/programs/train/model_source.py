@@ -1,4 +1,4 @@
-"""Where the model of a run comes from: the built-in decoder, or transformers.
+"""Source of a run's model: the built-in decoder, or transformers.
 
 The loop knows a model only as a `ModelSource`.
 """
@@ -15,13 +15,13 @@ from fullshard.programs.train.tokenizer import Tokenizer
 
 
 class ModelSource(Protocol):
-    """Where a model comes from, and all that depends on which one it is."""
+    """Source of a model, with all that depends on the source."""
 
     vocabulary: int
     """All tokens are below it."""
 
     description: str
-    """For people."""
+    """Text for people."""
 
     tokenizer: Tokenizer
     """The tokenizer of the model's tokens."""

@@ -14,7 +14,7 @@ from fullshard.programs.train.config import OptimizerSection, ScheduleSection
 from fullshard.programs.train.sharded_model import ShardedModel
 
 LR_FACTOR = "lr_factor"
-"""In a group of parameters: their learning rate, as a multiple of the run's."""
+"""Key in a group of parameters: their learning rate, as a multiple of the run's."""
 
 
 def build_optimizer(section: OptimizerSection, model: ShardedModel) -> torch.optim.Optimizer:

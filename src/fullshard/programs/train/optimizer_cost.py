@@ -1,4 +1,4 @@
-"""What an optimizer costs: the bytes of its state on this rank, and the time of its steps."""
+"""Cost of an optimizer: the bytes of its state on this rank, and the time of its steps."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class OptimizerCost:
         self._on_cuda = device.type == "cuda"
         self._last_s = 0.0
         self._running: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        """Of the last step on CUDA, which may not have ended."""
+        """Events of the last step on CUDA, which may not have ended."""
         self._known = (0, 0)
-        """How many parameters had state when it was last counted, and its bytes."""
+        """Number of parameters with state at the last count, and the bytes of the state."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:

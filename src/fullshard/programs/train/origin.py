@@ -1,4 +1,4 @@
-"""What a path names: a run, a checkpoint of a run, or another checkpoint. This file imports no torch.
+"""Meanings of a path: a run, a checkpoint of a run, or another checkpoint. This file imports no torch.
 
 RUN                          its newest checkpoint, or that of a step
 RUN/checkpoints/step_...     this checkpoint of the run
@@ -28,7 +28,7 @@ class Origin:
 
 
 def find_origin(path: Path, step: int | None) -> Origin:
-    """Return what ``path`` names.
+    """Return the run or checkpoint that ``path`` names.
 
     Raises:
         ConfigurationError: ``step`` is given with a checkpoint.

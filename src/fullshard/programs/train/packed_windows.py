@@ -50,9 +50,9 @@ class PackedWindows:
         """Put pieces into windows.
 
         Args:
-            tokens: Of all records.
-            is_target: Which of them are learned.
-            pieces: What windows are made of; none is longer than the context.
+            tokens: Tokens of all records.
+            is_target: Marks of those that are learned.
+            pieces: Parts of windows; none is longer than the context.
             context: Places of a window.
             packing: Whether windows hold several pieces.
         """
@@ -66,7 +66,7 @@ class PackedWindows:
             sum(int(ends[each.first + each.length] - ends[each.first]) for each in window)
             for window in self._windows
         ]
-        """By window, how many tokens are learned."""
+        """Number of learned tokens in each window."""
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -91,7 +91,7 @@ class PackedWindows:
         return sum(self._targets[index] for index in indices)
 
     def scale(self, indices: Sequence[int]) -> float | None:
-        """Return what the losses of a window's tokens are multiplied with, so that the mean over these windows is that of tokens."""
+        """Return the factors of the losses of a window's tokens, so that the mean over these windows is that of tokens."""
         return len(indices) / max(1, self.num_targets(indices))
 
     def _planes(self, window: Sequence[Piece]) -> Tensor:

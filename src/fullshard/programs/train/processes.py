@@ -39,13 +39,13 @@ Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
 SAVE_GRACE_S = 120.0
-"""How long ranks may take to save after they were asked to stop."""
+"""Seconds that ranks may take to save after they were asked to stop."""
 
 STOPPING = (signal.SIGINT, *STOP_SIGNALS)
 """Signals that ask this process to stop."""
 
 FROM_TERMINALS = tuple(number for number in STOPPING if number != signal.SIGTERM)
-"""Those that a terminal sends to this process and to the ranks."""
+"""Signals that a terminal sends to this process and to the ranks."""
 
 
 class RankFailedError(FullshardError, RuntimeError):
@@ -70,7 +70,7 @@ class ProcessResults(Generic[Result]):
     """The results of processes that all succeeded."""
 
     results: tuple[Result, ...]
-    """What the work returned, by rank."""
+    """Results of the work, by rank."""
 
     stopped_by: signal.Signals | None
     """The signal that asked them to stop, if any. Their results say whether they finished their work."""
@@ -78,7 +78,7 @@ class ProcessResults(Generic[Result]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """How one rank failed."""
+    """Failure of one rank."""
 
     rank: int
 
@@ -95,7 +95,7 @@ class Failure:
     """False if the rank was killed from outside, which never follows from another rank's failure."""
 
     time_s: float
-    """On the machine's monotonic clock, which its processes share."""
+    """Time on the machine's monotonic clock, which its processes share."""
 
 
 def run_in_processes(

@@ -32,11 +32,11 @@ SMOOTHING = 0.9
 """Weight of the old value in a shown running mean."""
 
 DONE = {"stop": "the run is stopped", "skip": "its update is skipped", "ignore": "it is ignored"}
-"""What is printed about a bad step, by its action."""
+"""Printed words about a bad step, by its action."""
 
 
 SHOWN_STEPS = 10
-"""How many skipped steps the summary names."""
+"""Most skipped steps that the summary names."""
 
 
 class SmoothValue:
@@ -61,7 +61,7 @@ class RunProgress:
         self._console = console
         self._line = line
         self._folder = folder
-        """Of the run."""
+        """Folder of the run."""
         self._loss = SmoothValue()
         self._step_s = SmoothValue()
         self._start: Start | None = None
@@ -206,7 +206,7 @@ def step_of(step: int, steps: int) -> str:
 
 
 def status_of(step: Step, *, mean_loss: float, speed: float) -> tuple[str, ...]:
-    """Return what is known of a step, the most important first; speed is a mean of the last steps."""
+    """Return the facts about a step, the most important first; speed is a mean of the last steps."""
     return (
         f"loss {step.loss:.4f}",
         f"{speed:,.0f} tokens/s",

@@ -123,7 +123,7 @@ def run_in_folder(job: Job, console: Console, *, fresh: bool = False) -> TrainRe
 def _recorders(
     config: RunConfig, folder: RunFolder, progress: RunProgress | None
 ) -> Iterator[MetricsFile | Tracking]:
-    """Yield what keeps the events of a run, on the first rank."""
+    """Yield the watchers that keep the events of a run, on the first rank."""
     yield MetricsFile(folder.metrics, every=config.log.every)
     warn = progress.print_message if progress is not None else print
     if config.log.tensorboard:

@@ -1,4 +1,4 @@
-"""Which rank a process is, what it runs on, and where the ranks meet."""
+"""Facts about a rank: its number, its device, and the place where ranks meet."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from fullshard.errors import ConfigurationError
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 READER = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
-"""By the ending of a name, the reader in datasets."""
+"""Readers in datasets, by the ending of a name."""
 
 Record = Mapping[str, Any]
 

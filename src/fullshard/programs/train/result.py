@@ -11,16 +11,16 @@ class TrainResult:
     """The result of a run, as this process has seen it: the same on every rank, except for the seconds."""
 
     losses: dict[int, float] = field(default_factory=dict)
-    """By step (from 1): mean over the global batch, in nats per token. Only steps of this process."""
+    """Losses by step (from 1): mean over the global batch, in nats per token. Only steps of this process."""
 
     evaluations: dict[int, float] = field(default_factory=dict)
-    """By step (from 0): loss on held-out data."""
+    """Losses on held-out data, by step (from 0)."""
 
     tokens: int = 0
-    """Of the whole run."""
+    """Tokens of the whole run."""
 
     seconds: float = 0.0
-    """Of this process only."""
+    """Seconds of this process only."""
 
     samples: tuple[str, ...] = ()
 

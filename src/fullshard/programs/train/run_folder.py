@@ -35,7 +35,7 @@ from fullshard.programs.train.config_file import differences, read_config, to_to
 CONFIG = "config.toml"
 LOCK = "lock"
 LOCK_PATIENCE_S = 5.0
-"""How long the first rank waits for the lock. After a restart on other hosts its predecessor may still be ending."""
+"""Seconds for which the first rank waits for the lock. After a restart on other hosts its predecessor may still be ending."""
 
 
 STEP = "step_"

@@ -32,14 +32,14 @@ def write_samples(
 
     Args:
         model: The model, sharded or not.
-        source: Where it comes from.
-        tokenizer: Of its tokens.
-        section: How many texts, and of which kind.
+        source: Source of the model.
+        tokenizer: Tokenizer of its tokens.
+        section: Number and kind of the texts.
         opening: The tokens of the prompt, if the section has none.
-        prompts: How the model is asked; None if it goes on from a text.
+        prompts: Prompts for the model; None if it goes on from a text.
         seed: Decides the texts.
         context: Tokens the model sees at once.
-        device: Where it computes.
+        device: Device that computes.
 
     Raises:
         ConfigurationError: the prompt has tokens that the model does not know. Raised before the first forward.

@@ -158,7 +158,7 @@ def build_model(
     Args:
         config: The run.
         source: Its model.
-        device: Where to compute.
+        device: Device that computes.
         allocate: Gives the shards of `fully_shard` their memory.
 
     Raises:
@@ -216,7 +216,7 @@ def keep_expensive_results() -> tuple[AbstractContextManager[None], AbstractCont
     These take the longest to compute. To keep all products would take most of the memory that recomputing saves.
     """
     counts = {False: 0, True: 0}
-    """Of matrix products, in forward and in its recomputation: both must decide alike."""
+    """Numbers of matrix products, in forward and in its recomputation: both must decide alike."""
 
     def policy(context: Any, operation: Any, *_: object, **__: object) -> CheckpointPolicy:
         if operation in _MATRIX_PRODUCTS:

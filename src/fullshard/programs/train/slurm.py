@@ -20,13 +20,13 @@ from fullshard.errors import ConfigurationError
 from fullshard.programs.train.rank_info import Device, RankInfo, number_in
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
-"""Below the ports that Linux gives to outgoing connections (32768 and up)."""
+"""Ports below those that Linux gives to outgoing connections (32768 and up)."""
 
 
 def has_step(environment: Mapping[str, str]) -> bool:
     """Say whether `srun` started this process as one of several tasks.
 
-    A batch script is not a task, and a step with a single task may be somebody's shell. Both start ranks of their own.
+    A batch script is not a task, and a step with a single task may be a user's shell. Both start ranks of their own.
     """
     is_task = "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
     return is_task and _tasks_in(environment) != "1"

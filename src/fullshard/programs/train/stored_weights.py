@@ -26,7 +26,7 @@ from fullshard.programs.train.origin import find_origin
 
 @dataclass(frozen=True, slots=True)
 class WeightsFit:
-    """How stored weights fit a model, by the model's names."""
+    """Fit of stored weights to a model, by the model's names."""
 
     fitting: frozenset[str]
     """Tensors of the model that are stored with the same shape; of a tied one, its first name."""

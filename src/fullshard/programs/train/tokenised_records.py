@@ -39,7 +39,7 @@ OPENING_LENGTH = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompts:
-    """How the model of a run is asked: for its samples."""
+    """Prompts for the model of a run: for its samples."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -67,7 +67,7 @@ class TokenisedRecords:
     prompts: Prompts
     left_out: tuple[str, ...]
     summary: str
-    """How many records there are, and in how many windows, for people."""
+    """Numbers of records and of windows, for people."""
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class _Reading:
         ]
 
     def left_out(self) -> Iterator[str]:
-        """Yield what is not learned, for people."""
+        """Yield sentences about tokens that are not learned, for people."""
         total = self.num_records + self.num_left_out
         if self.num_cut:
             yield f"the ends of {self.num_cut:,} of {total:,} conversations, which are longer than data.context"

@@ -40,7 +40,7 @@ TOKENIZER_FILES = (
 
 
 class Tokenizer(Protocol):
-    """What turns text into tokens and back."""
+    """A converter of text into tokens and back."""
 
     vocabulary: int | None
     """All tokens are below it; None if that is not known."""

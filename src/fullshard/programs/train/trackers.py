@@ -14,7 +14,7 @@ STEP_NUMBERS = ("loss", "grad_norm", "lr", "step_s", "memory_bytes")
 
 
 class Tracker(Protocol):
-    """What takes the numbers of a run."""
+    """A receiver of the numbers of a run."""
 
     def begin(self, start: Start) -> None:
         """Begin, or go on with a run that is resumed."""
@@ -33,7 +33,7 @@ class Tracking:
         """Take a tracker.
 
         Args:
-            name: What users call it.
+            name: Its name for users.
             tracker: It gets the numbers.
             warn: Tells the user, at most once, that it gets nothing more.
         """

@@ -22,7 +22,7 @@ STEP = "step"
 
 
 class TrackedRun(Protocol):
-    """What is used of a run of W&B."""
+    """The used part of a run of W&B."""
 
     def define_metric(self, name: str, **options: Any) -> Any:
         """Say how a number is drawn."""
@@ -35,7 +35,7 @@ class TrackedRun(Protocol):
 
 
 class Client(Protocol):
-    """What is used of the module wandb."""
+    """The used part of the module wandb."""
 
     def init(self, **options: Any) -> TrackedRun:
         """Start or resume a run."""

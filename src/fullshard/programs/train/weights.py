@@ -68,7 +68,7 @@ class DrawnWeights:
         return []
 
     def close(self) -> None:
-        """Free what was drawn."""
+        """Free the values that were drawn."""
         self._drawn = {}
 
 

@@ -27,7 +27,7 @@ class Tokens:
     """A sequence of tokens: a file's, or a slice of them."""
 
     source: str
-    """Where they come from, for people."""
+    """Origin of the tokens, for people."""
 
     read: Callable[[int, int], Tensor]
     """Return the tokens of the source from one index to another: one dimension, of any integer dtype, not written to."""

@@ -1,16 +1,16 @@
-"""Where the 8-bit state of parameters lies in memory, and which scales ranks must find together.
+"""Places of 8-bit state in memory, and the scales that ranks must find together.
 
-A **unit** is memory that is updated together: a range of a group's shard buffer (`FusedShard`), or one parameter. Its codes lie as
+A **strip** is memory that is updated together: a range of a group's shard buffer (`FusedShard`), or one parameter. Its codes lie as
 its elements do. Whole blocks are rows of it, with one scale each. The parts of blocks at its edges are fragments; the fragments
-of all units have their scales in one table, in which some are of blocks that are shared with other ranks:
+of all strips have their scales in one table, in which some are of blocks that are shared with other ranks:
 
-    unit          | fragment | row | row | row | fragment | fragment | row | ...      two parameters, one after the other
+    strip         | fragment | row | row | row | fragment | fragment | row | ...      two parameters, one after the other
     row scales               |  0  |  1  |  2  |                     |  3  | ...
-    table         | 0        |                 | 1        | 2        |                of all units
+    table         | 0        |                 | 1        | 2        |                of all strips
     exchange      | 0        |                 | -        | 1        |                only of blocks that are shared
 
 An exchange has all shared blocks of all parameters, whether this rank has elements of them, or gradients, or not. So all ranks
-exchange the same, always. If replicas divide a unit (`block_replicas`), what is said of a unit here is said of this replica's part.
+exchange the same, always. If replicas divide a strip (`eight_bit.replicas`), all of this holds for this replica's part of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fullshard.transport.tags import Tag, tag
 
 
 class _OneShard:
-    """What a rank has of one parameter that is in no fused shard; see `FusedShard`."""
+    """This rank's elements of one parameter that is in no fused shard; see `FusedShard`."""
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
         local = local_of(param).detach()
@@ -86,10 +86,10 @@ tensor that is cut along its last dimension are all of it."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragments:
-    """Parts of blocks in a unit, as tensors with one number for each."""
+    """Parts of blocks in a strip, as tensors with one number for each."""
 
     starts: Tensor
-    """The first element in the unit."""
+    """The first element in the strip."""
     lengths: Tensor
     firsts: Tensor
     """The first element's index in the whole tensor."""
@@ -97,7 +97,7 @@ class Fragments:
     """Number of the block's scale in the table."""
     count: int = field(init=False)
     _kept: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
-    """What `elements` has returned: every step asks for it."""
+    """The result of `elements`: every step asks for it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "count", len(self.starts))
@@ -126,7 +126,7 @@ class Fragments:
         return Fragments(*map(torch.cat, zip(*(part._tensors() for part in parts), strict=True)))
 
     def elements(self, width: int, *, keep: bool = False) -> tuple[Tensor, Tensor]:
-        """Return each element's place in the unit, and its index in the whole tensor modulo 2**32, in rows of one width.
+        """Return each element's place in the strip, and its index in the whole tensor modulo 2**32, in rows of one width.
 
         Rows of shorter fragments are filled with their first element: computed several times, it has the same result, and
         does not change the largest magnitude. With ``keep``, the next call returns the same, if they are few.
@@ -144,12 +144,12 @@ class Fragments:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Whole blocks that follow each other in a unit."""
+    """Whole blocks that follow each other in a strip."""
 
     start: int
     count: int
     slot: int
-    """Number of the first one's scale in the unit."""
+    """Number of the first one's scale in the strip."""
 
 
 class RowViews(NamedTuple):
@@ -163,7 +163,7 @@ class RowViews(NamedTuple):
     blocks: Tensor
 
 
-class Unit:
+class Strip:
     """Memory that is updated together, with its state."""
 
     def __init__(
@@ -178,7 +178,7 @@ class Unit:
         begin, end = (0, self.whole.numel()) if cut is None else cut.windows[cut.rank]
         self._window = slice(begin, end)
         self.memory = self.whole[self._window]
-        """What this replica updates."""
+        """The part of `whole` that this replica updates."""
         self.starts = [start - begin for start in shard.starts]
         """The first element of each parameter; negative, if the replica before this one has it."""
         self.size = size
@@ -195,7 +195,7 @@ class Unit:
         self._all: tuple[list[Rows], Fragments] | None = None
         self._kept_views: dict[Rows, RowViews] = {}
         self.repeats: dict[tuple[Rows, torch.dtype], torch_border.Repeat | None] = {}
-        """By rows and the dtype of gradients: how to call the compiled update of `views` with other gradients and numbers."""
+        """Compiled updates of `views`, to be called with other gradients and numbers, by rows and the dtype of gradients."""
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -220,7 +220,7 @@ class Unit:
         self.blocks = torch.cat(blocks)
 
     def parts(self, numbers: Sequence[int]) -> tuple[list[Rows], Fragments]:
-        """Return the rows and fragments of some parameters, by their numbers in the unit."""
+        """Return the rows and fragments of some parameters, by their numbers in the strip."""
         if len(numbers) < len(self.params):
             return self._parts(numbers)
         if self._all is None:
@@ -271,7 +271,7 @@ class Unit:
         return self.counts[number] > 0 or number in self.old
 
     def own_averages(self, number: int, means: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `old` keeps of a parameter's averages: all, or this replica's part."""
+        """Return the part of a parameter's averages that `old` keeps: all, or this replica's part."""
         if self.cut is None:
             return means, squares
         part = self.own_part(number)
@@ -301,7 +301,7 @@ class Unit:
         self.repeats.clear()
 
     def views(self, rows: Rows, *, keep: bool) -> RowViews:
-        """Return the memory of rows. With ``keep``, the next call returns the same: eight views take longer than a kernel's launch."""
+        """Return the memory of rows. With ``keep``, the next call returns the same: eight views take longer than a launch."""
         found = self._kept_views.get(rows)
         if found is None:
             begin, end = rows.start, rows.start + rows.count * self.size
@@ -320,7 +320,7 @@ class Unit:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the state, and of what says where its blocks are."""
+        """Memory of the state, and of the tables of its blocks."""
         parts = self._fragments if self._all is None else [*self._fragments, self._all[1]]
         tables = sum(part.nbytes for part in dict.fromkeys(parts))
         held = [self._codes, self._scales, self.blocks, *chain.from_iterable(self.old.values())]
@@ -333,17 +333,17 @@ class _Exchange:
 
     group: ProcessGroup
     labels: list[str] = field(default_factory=list)
-    """Of the parameters."""
+    """The parameters' labels."""
     count: int = 0
     slots: list[Tensor] = field(default_factory=list)
-    """Those that this rank has elements of: the numbers of their scales in the table,"""
+    """Numbers in the table of the scales that this rank has elements of."""
     positions: list[Tensor] = field(default_factory=list)
-    """and their numbers in the exchange."""
+    """Numbers of the same scales in the exchange."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joined:
-    """A planned exchange."""
+    """An exchange with its tensors."""
 
     group: ProcessGroup
     count: int
@@ -361,18 +361,18 @@ class _Joined:
         table[:, self.slots] = message.to(table.device)[:, self.positions]
 
 
-class BlockPlan:
-    """The units of an optimizer's parameters, and the scales of their fragments, on each device."""
+class BlockState:
+    """The strips of an optimizer's parameters, and the scales of their fragments, on each device."""
 
     def __init__(
         self, groups: Sequence[Sequence[nn.Parameter]], size: int, bucket_numel: int | None = None
     ) -> None:
-        """Plan the units of parameter groups. Collective, when a process group of all ranks of a mesh is made.
+        """Lay out the strips of parameter groups. Collective, when a process group of all ranks of a mesh is made.
 
         Args:
             groups: Parameters.
             size: Elements in a block.
-            bucket_numel: How many elements replicas gather at once, if they divide units among them.
+            bucket_numel: Elements that replicas gather at once, if they divide strips among them.
 
         Raises:
             UnsupportedError: parameters of wrappers that are also tensor-parallel, or with gaps in memory.
@@ -389,19 +389,19 @@ class BlockPlan:
         check_shards(number_of)
         fused = plan_fused_shards(number_of)
         in_fused = {param for shard in fused for param in shard.params}
-        shards: list[FusedShard | _OneShard] = [
-            *fused,
-            *(_OneShard(p, cuts[p][0].name) for p in params if p not in in_fused),
-        ]
+        single = [_OneShard(p, cuts[p][0].name) for p in params if p not in in_fused]
+        shards: list[FusedShard | _OneShard] = [*fused, *single]
         axes = {} if bucket_numel is None else _axes_of(params)
-        self.units = [
-            Unit(shard, size, number_of[shard.params[0]], self._cut(shard, cuts, held, axes))
+        self.strips = [
+            Strip(shard, size, number_of[shard.params[0]], self._cut(shard, cuts, held, axes))
             for shard in shards
         ]
         self.places = {
-            param: (unit, number) for unit in self.units for number, param in enumerate(unit.params)
+            param: (strip, number)
+            for strip in self.strips
+            for number, param in enumerate(strip.params)
         }
-        """The unit of each parameter, and the parameter's number there."""
+        """The strip of each parameter, and the parameter's number there."""
         # In the order of parameters, which is that of all ranks.
         members = {
             param: [
@@ -410,15 +410,15 @@ class BlockPlan:
             ]
             for param in params
         }
-        for unit in self.units:
-            for param in unit.params:
-                unit.add(members[param])
-        self.turns = _turns(self.units, bucket_numel or 0)
-        """What is updated one after the other: the units of each bucket, and at last those of none."""
+        for strip in self.strips:
+            for param in strip.params:
+                strip.add(members[param])
+        self.turns = _turns(self.strips, bucket_numel or 0)
+        """Strips in the order of updates: those of each bucket, and at last those of none."""
         self.tables = {
             device: torch.zeros(2, count, device=device) for device, count in self._counts.items()
         }
-        """For each device the scales of means and of squares of all fragments."""
+        """Scales of means and of squares of all fragments, for each device."""
         self._joined = [
             (device, _joined(exchange, device, size))
             for (_, device), exchange in self._exchanges.items()
@@ -436,7 +436,7 @@ class BlockPlan:
         held: Mapping[nn.Parameter, Sequence[CellBlocks]],
         axes: Mapping[nn.Parameter, DataParallelAxes],
     ) -> ReplicaCut | None:
-        """Return how replicas divide what is to be a unit."""
+        """Return how replicas divide what is to be a strip."""
         if shard.params[0] not in axes:
             return None
         starts = [
@@ -447,13 +447,13 @@ class BlockPlan:
         return replica_cut(shard.tensor, torch.cat(starts), axes[shard.params[0]])
 
     def _member(
-        self, cut: ParamCut, found: CellBlocks, unit: Unit, number: int
+        self, cut: ParamCut, found: CellBlocks, strip: Strip, number: int
     ) -> tuple[int, CellBlocks, Tensor]:
         """Return the blocks of a tensor that this rank updates, and number the scales of its fragments."""
         device = local_of(cut.param).device
-        if unit.cut is not None:
-            first = unit.starts[number] + cut.offset
-            found = found.between(-first, unit.memory.numel() - first, self._size)
+        if strip.cut is not None:
+            first = strip.starts[number] + cut.offset
+            found = found.between(-first, strip.memory.numel() - first, self._size)
         if len(found.lengths):
             self.width = max(self.width, int(found.lengths.max()))
         blocks, numbers = torch.unique(found.firsts // self._size, return_inverse=True)
@@ -471,8 +471,8 @@ class BlockPlan:
 
     def steps_of(self, param: nn.Parameter) -> int:
         """Return how many steps a parameter has had."""
-        unit, number = self.places[param]
-        return unit.counts[number]
+        strip, number = self.places[param]
+        return strip.counts[number]
 
     @property
     def has_shared_blocks(self) -> bool:
@@ -486,21 +486,21 @@ class BlockPlan:
 
     def release(self) -> None:
         """Forget the state. It is zero afterwards."""
-        for unit in self.units:
-            unit.release()
+        for strip in self.strips:
+            strip.release()
         for table in self.tables.values():
             table.zero_()
 
     @property
     def fits(self) -> bool:
         """Whether the parameters are where they were."""
-        return not any(unit.shard.has_moved() for unit in self.units)
+        return not any(strip.shard.has_moved() for strip in self.strips)
 
     @property
     def state_bytes(self) -> int:
         """Memory of the state on this rank."""
         tables = sum(table.nbytes for table in self.tables.values())
-        return tables + sum(unit.state_bytes for unit in self.units)
+        return tables + sum(strip.state_bytes for strip in self.strips)
 
 
 def _axes_of(params: Sequence[nn.Parameter]) -> dict[nn.Parameter, DataParallelAxes]:
@@ -511,35 +511,35 @@ def _axes_of(params: Sequence[nn.Parameter]) -> dict[nn.Parameter, DataParallelA
     }
 
 
-Turn = tuple[ReplicaBucket | None, list[Unit]]
+Turn = tuple[ReplicaBucket | None, list[Strip]]
 
 
-def _turns(units: Sequence[Unit], bucket_numel: int) -> list[Turn]:
-    """Return units in buckets of at most ``bucket_numel`` elements, or of one unit; at last those that are not cut."""
-    by_kind: dict[Any, list[list[tuple[Unit, ReplicaCut]]]] = {}
-    for unit in units:
-        if unit.cut is None:
+def _turns(strips: Sequence[Strip], bucket_numel: int) -> list[Turn]:
+    """Return strips in buckets of at most ``bucket_numel`` elements, or of one strip; at last those that are not cut."""
+    by_kind: dict[Any, list[list[tuple[Strip, ReplicaCut]]]] = {}
+    for strip in strips:
+        if strip.cut is None:
             continue
-        kind = (unit.cut.group, unit.memory.dtype, unit.memory.device)
+        kind = (strip.cut.group, strip.memory.dtype, strip.memory.device)
         buckets = by_kind.setdefault(kind, [])
         numel = sum(each.whole.numel() for each, _ in buckets[-1]) if buckets else 0
-        if not buckets or numel + unit.whole.numel() > bucket_numel:
+        if not buckets or numel + strip.whole.numel() > bucket_numel:
             buckets.append([])
-        buckets[-1].append((unit, unit.cut))
+        buckets[-1].append((strip, strip.cut))
     turns: list[Turn] = [
         (
             ReplicaBucket(
-                [param for unit, _ in pairs for param in unit.params],
-                [unit.whole for unit, _ in pairs],
+                [param for strip, _ in pairs for param in strip.params],
+                [strip.whole for strip, _ in pairs],
                 [cut for _, cut in pairs],
                 bucket_numel,
             ),
-            [unit for unit, _ in pairs],
+            [strip for strip, _ in pairs],
         )
         for buckets in by_kind.values()
         for pairs in buckets
     ]
-    return [*turns, (None, [unit for unit in units if unit.cut is None])]
+    return [*turns, (None, [strip for strip in strips if strip.cut is None])]
 
 
 def _joined(exchange: _Exchange, device: torch.device, size: int) -> _Joined:
