@@ -87,7 +87,7 @@ def clip_grad_norm_(
 
 @dataclass(slots=True)
 class _Parts:
-    """What this rank holds of gradients with one spread, on one device."""
+    """This rank's parts of gradients with one spread, on one device."""
 
     measured: list[Tensor | None] = field(default_factory=list)
     """One entry per parameter; None if it has no gradient here."""
@@ -111,7 +111,7 @@ class Clipping:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """What this rank holds of the gradients."""
+        """This rank's parts of the gradients."""
         return [gradient for parts in self._parts.values() for gradient in parts.scaled]
 
     def _collect(self, params: list[Tensor]) -> None:

@@ -45,7 +45,7 @@ _ASKING = tag("fullshard.join: who has a batch")
 _LENDING = tag("fullshard.join: a batch for ranks that never had one")
 
 _HAS, _NONE = "1", "0"
-"""What ranks say about their next batch. One whose data raised an exception says type and message of that."""
+"""Answers of ranks about their next batch. One whose data raised an exception says type and message of that."""
 _END: Any = object()
 """Stands for a batch where there is none."""
 _MAX_DEVICES = 64
@@ -182,7 +182,7 @@ class _Draws(Iterator[T]):
         self._joined = joined
         self._source = _each(batches)
         self._drawn: tuple[Any, Exception | None] | None = None
-        """What was drawn, until the other ranks have been asked."""
+        """The batch that was drawn, until the other ranks have been asked."""
         self._kept: Any = _END
         """The last batch, to be repeated."""
         self._active = self._begins = True
@@ -223,7 +223,7 @@ class _Exchange(NamedTuple):
     group: ProcessGroup
     device: torch.device
     speaks_for: list[list[int]]
-    """By place in the group, the ranks that a rank knows of: itself, and those that earlier exchanges reached."""
+    """The ranks that a rank knows of, by place in the group: itself, and those that earlier exchanges reached."""
 
 
 class _ModelRanks:
@@ -234,10 +234,10 @@ class _ModelRanks:
     """
 
     def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
-        """Find out who is reached through which process group; collective."""
+        """Find out which ranks are reached through which process group; collective."""
         self._exchanges: list[_Exchange] = []
         self.members: dict[Hashable, frozenset[int]] = {}
-        """By the axes of a group, the ranks that reduce its gradients."""
+        """The ranks that reduce a group's gradients, by its axes."""
         self._reached = {global_rank()}
         for group in groups:
             axes = group.mesh_info.communicates_over

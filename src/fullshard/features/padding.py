@@ -29,7 +29,7 @@ latency, and no memory that is missed: a bias with three elements on four ranks 
 
 
 class _Padded(NamedTuple):
-    """What is padded alike in several groups."""
+    """A padded parameter, which several groups may have alike."""
 
     nbytes: int
     padding: int

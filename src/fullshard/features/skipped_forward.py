@@ -36,7 +36,7 @@ from fullshard.errors import ConfigurationError, UnsupportedError
 from fullshard.storage.param import FSDPParam
 
 Prepare = Callable[[nn.Module], None]
-"""What an API does to a sharded module before its forward."""
+"""Function that an API calls for a sharded module before its forward."""
 
 
 @torch_border.opaque_to_compiler
@@ -121,7 +121,7 @@ class _Skipping:
 
 
 class _Parts:
-    """What is below a sharded module, in the order of registration."""
+    """The parts below a sharded module, in the order of registration."""
 
     def __init__(self, state: FSDPState, module: nn.Module) -> None:
         self.inner: list[nn.Module] = []

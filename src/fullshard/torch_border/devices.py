@@ -113,7 +113,7 @@ class TorchDevice:
 
 
 _INSTEAD: dict[str, Device] = {}
-"""By type, devices in the place of torch's."""
+"""Devices in the place of torch's, by type."""
 _torch_device = functools.cache(TorchDevice)
 
 

@@ -27,7 +27,7 @@ from fullshard import torch_border
 
 
 class Receiver(Protocol):
-    """Where the gradient of a weight goes: `fused_linear.FusedWeight`."""
+    """Receiver of a weight's gradient: `fused_linear.FusedWeight`."""
 
     def give(self, gradients: Tensor, inputs: Tensor) -> None:
         """Take the factors of the gradient, (rows, outputs) and (rows, inputs)."""

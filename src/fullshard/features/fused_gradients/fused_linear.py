@@ -80,7 +80,7 @@ class FusedWeight:
         self._inputs = inputs
         self._reference = weakref.ref(self)  # for graphs, which must not keep the model
         self.ticket = compiled_linear.ticket_of(self)
-        """What a compiled graph knows it by."""
+        """The number by which a compiled graph finds it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Give copies of the module, pickled or not, None."""
@@ -154,7 +154,7 @@ class FusedWeight:
         if torch.is_grad_enabled() or PASSES_WITH_INPUTS or state is None or state.step is None:
             return None
         reached = state.step.reached.get(state)
-        # Nobody orders other streams before the reduction; of ordinary gradients autograd does.
+        # Other streams are not ordered before the reduction; autograd orders those of ordinary gradients.
         if reached is None or reached.stream != torch_border.current_stream_id(self._device):
             return None
         reduced = state.options.requires_gradient_sync

@@ -4,8 +4,8 @@
     fused      the first layer writes its product, the others add theirs to it, and the last returns the sum
 
 Query, key and value of attention read one tensor, and so do gate and up of many MLPs. A layer that is not the last in a
-backward pass returns no gradient for its input. What depends on this gradient comes after all of these layers, so nobody
-sees a part of the sum.
+backward pass returns no gradient for its input. What depends on this gradient comes after all of these layers, so
+a part of the sum is never read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SharedInput:
         self._stream = stream
         self._readers: list[weakref.ref[Any]] = []
         self._sums: dict[int, _Sum] = {}
-        """By backward pass."""
+        """Sums of backward passes, by the pass."""
 
     def is_of(self, input: Tensor, stream: int) -> bool:
         """Return whether it is this tensor that a layer reads on a stream, on which its backward will run, too."""

@@ -1,7 +1,7 @@
-"""What a captured step has taken from the model and the optimizer as it was: addresses, options, modes.
+"""Facts of model and optimizer that a captured step has taken over: addresses, options, modes.
 
-A graph reads and writes memory by its addresses, and does what the options said when it was captured. Whoever replays it
-compares first, in every call, so this looks at groups and not at single parameters where it can.
+A graph reads and writes memory by its addresses, and does what the options said when it was captured. A replay
+compares first, so this looks at groups and not at single parameters where it can.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _REPLAY = tag("replay of a graphed step")
 
 
 class Plan(IntEnum):
-    """What a rank does in a call; the smaller, the more careful."""
+    """A rank's way through a call; the smaller, the more careful."""
 
     EAGER = 0
     WARM_UP = 1
@@ -132,7 +132,7 @@ def _check_arguments(sample_inputs: Sequence[Any], model: nn.Module, warmup: int
 
 
 class _Entry:
-    """What is known about inputs of one kind."""
+    """Knowledge about inputs of one kind."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -153,10 +153,10 @@ class GraphedStep(Generic[P, R]):
         self._step, self._model, self._optimizer, self._warmup = step_fn, model, optimizer, warmup
         self._states = list(named_states(model))
         self.device = self._states[0].device
-        """Where the step runs."""
+        """The device of the step."""
         self._entries: dict[Hashable, _Entry] = {}
         self._baked: dict[str, Any] | None = None
-        """What the graphs there are have taken over."""
+        """Facts that the existing graphs have taken over."""
         self._failure: str | None = None
         """Why the last capture has failed."""
         self._told: set[str] = set()
