@@ -74,3 +74,13 @@ def test_public_names_of_the_library_are_few() -> None:
     import fullshard
 
     assert len(fullshard.__all__) <= 75
+
+
+ACROSS_ROOMS = {"clients", "docs", "gpu", "helpers", "installed", "promises"}
+"""Folders of tests that belong to no room."""
+
+
+def test_folders_of_tests_are_those_of_the_source() -> None:
+    source, tests = ROOT / "src" / "fullshard", ROOT / "tests"
+    for folder in {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}:
+        assert (folder.parts[:1] and folder.parts[0] in ACROSS_ROOMS) or (source / folder).is_dir()
