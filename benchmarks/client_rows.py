@@ -24,7 +24,7 @@ class Row:
     """One program and its options."""
 
     client: str
-    door: str
+    api: str
     """`fully_shard` or the wrapper."""
     options: str
     """What a reader of the table is told of the arguments."""
@@ -45,13 +45,13 @@ class Row:
     @property
     def name(self) -> str:
         """The row in one line."""
-        return f"{self.client}, {self.door}, {self.options}"
+        return f"{self.client}, {self.api}, {self.options}"
 
 
 def _accelerate(version: int, options: str, *arguments: str, **rest: object) -> Row:
     return Row(
         client="Accelerate",
-        door="fully_shard" if version == 2 else "wrapper",
+        api="fully_shard" if version == 2 else "wrapper",
         options=options,
         program="examples.clients.accelerate_training",
         arguments=("--fsdp-version", str(version), *arguments),
@@ -63,7 +63,7 @@ def _accelerate(version: int, options: str, *arguments: str, **rest: object) -> 
 def _trainer(version: int, options: str, *arguments: str, **rest: object) -> Row:
     return Row(
         client="Trainer",
-        door="fully_shard" if version == 2 else "wrapper",
+        api="fully_shard" if version == 2 else "wrapper",
         options=options,
         program="examples.clients.trainer_lora",
         arguments=("--fsdp-version", str(version), *arguments),
@@ -75,7 +75,7 @@ def _trainer(version: int, options: str, *arguments: str, **rest: object) -> Row
 def _trl(version: int, options: str, *arguments: str, **rest: object) -> Row:
     return Row(
         client="TRL",
-        door="fully_shard" if version == 2 else "wrapper",
+        api="fully_shard" if version == 2 else "wrapper",
         options=options,
         program="examples.clients.trl_sft",
         arguments=("--fsdp-version", str(version), *arguments),
@@ -87,7 +87,7 @@ def _trl(version: int, options: str, *arguments: str, **rest: object) -> Row:
 def _trl_script(script: str) -> Row:
     return Row(
         client="TRL's script",
-        door="fully_shard",
+        api="fully_shard",
         options=script,
         program="examples.clients.trl_scripts",
         arguments=(script,),
@@ -99,7 +99,7 @@ def _trl_script(script: str) -> Row:
 def _lightning(version: int, options: str, *arguments: str, **rest: object) -> Row:
     return Row(
         client="Lightning",
-        door="fully_shard" if version == 2 else "wrapper",
+        api="fully_shard" if version == 2 else "wrapper",
         options=options,
         program="examples.clients.lightning_training",
         arguments=("--fsdp-version", str(version), *arguments),
@@ -111,7 +111,7 @@ def _lightning(version: int, options: str, *arguments: str, **rest: object) -> R
 def _torchao(options: str, *arguments: str, **rest: object) -> Row:
     return Row(
         client="torchao",
-        door="fully_shard",
+        api="fully_shard",
         options=options,
         program="examples.clients.torchao_training",
         arguments=arguments,
@@ -166,14 +166,14 @@ ROWS = (
     _lightning(1, "FSDPStrategy, flat parameters", "--flat-parameters"),
     Row(
         client="torchtitan",
-        door="fully_shard",
+        api="fully_shard",
         options="apply_fsdp_to_decoder",
         program="examples.clients.torchtitan_decoder",
         needs=("torchtitan",),
     ),
     Row(
         client="torchtitan",
-        door="fully_shard",
+        api="fully_shard",
         options="apply_compile, apply_fsdp_to_decoder",
         program="examples.clients.torchtitan_decoder",
         arguments=("--compile", "aot_eager"),
@@ -191,7 +191,7 @@ ROWS = (
     _torchao("int8 products, uneven rows", "--tensors", "int8-products", *UNEVEN, **EIGHT_BITS),
     Row(
         client="torch.distributed.pipelining",
-        door="fully_shard",
+        api="fully_shard",
         options="1F1B, 2 stages of 2 ranks",
         program="examples.clients.pipelining",
         needs=("transformers",),

@@ -32,7 +32,7 @@ CLIENTS = ("accelerate", "transformers", "peft", "trl", "lightning", "torchtitan
 STEPS, SAVED = 5, 3
 COLUMNS = (
     "client",
-    "door",
+    "API",
     "options",
     "runs",
     "torch's losses",
@@ -234,7 +234,7 @@ def line(row: Row, cells: Mapping[str, Cell]) -> str:
         known = row.known.get(column)
         texts.append(f"{known} ({text})" if known and not cells[column].good else text)
     cleaned = [text.replace("|", "/") for text in texts]
-    return f"| {' | '.join((row.client, row.door, row.options, *cleaned))} |"
+    return f"| {' | '.join((row.client, row.api, row.options, *cleaned))} |"
 
 
 def versions() -> str:

@@ -117,8 +117,8 @@ def build_unsharded(setting: Setting) -> nn.Module:
 def build_functional(module_name: str, setting: Setting, **options: Any) -> nn.Module:
     """Build with `module_name`'s `fully_shard`: every block a group, the rest in the root's."""
     try:
-        door: Any = importlib.import_module(module_name)
-        fully_shard, policy = door.fully_shard, door.MixedPrecisionPolicy
+        library: Any = importlib.import_module(module_name)
+        fully_shard, policy = library.fully_shard, library.MixedPrecisionPolicy
     except (ImportError, AttributeError) as error:
         raise Unavailable(str(error)) from error
     mesh = setting.mesh()
@@ -144,7 +144,7 @@ def build_fullshard(setting: Setting) -> nn.Module:
 
 def build_wrapped(module_name: str, setting: Setting, *, flat: bool, **options: Any) -> nn.Module:
     """Build with `module_name`'s wrapper class: every block a flat array, of one parameter or of all."""
-    door: Any = importlib.import_module(module_name)
+    library: Any = importlib.import_module(module_name)
     wrap: Any = importlib.import_module(f"{module_name}.wrap")
 
     def materialise(module: nn.Module) -> None:
@@ -152,11 +152,11 @@ def build_wrapped(module_name: str, setting: Setting, *, flat: bool, **options: 
         initialise(module, recurse=False)
 
     try:
-        wrapped: nn.Module = door.FullyShardedDataParallel(
+        wrapped: nn.Module = library.FullyShardedDataParallel(
             setting.meta_model(DTYPES[setting.master]),
             process_group=setting.mesh().get_group(),
             auto_wrap_policy=wrap.ModuleWrapPolicy({Block, CutBlock}),
-            mixed_precision=door.MixedPrecision(**setting.mixed_precision),
+            mixed_precision=library.MixedPrecision(**setting.mixed_precision),
             param_init_fn=materialise,
             device_id=setting.device,
             use_orig_params=not flat,

@@ -106,7 +106,7 @@ def peaks_beyond(
     return [f"{(peak - was) / 2**30:.3f}" for peak, was in zip(peaks, before, strict=True)]
 
 
-def built(door: str, reduction: str, shape: Shape, device: torch.device, world: int) -> Contestant:
+def built(api: str, reduction: str, shape: Shape, device: torch.device, world: int) -> Contestant:
     """A contestant that has taken a few steps."""
     setting = WireSetting(
         shape=shape,
@@ -116,7 +116,7 @@ def built(door: str, reduction: str, shape: Shape, device: torch.device, world: 
         master="fp32",
         reduction=reduction,
     )
-    contestant = Contestant(f"{door}, {reduction}", APIS[door](setting), setting)
+    contestant = Contestant(f"{api}, {reduction}", APIS[api](setting), setting)
     contestant.check()
     for _ in range(3):
         contestant.zero_grad()
@@ -125,16 +125,16 @@ def built(door: str, reduction: str, shape: Shape, device: torch.device, world: 
 
 
 def steps_table(shape: Shape, device: torch.device, world: int, rounds: int, steps: int) -> str:
-    """Bytes, memory and time of a step, for each door and way to reduce."""
+    """Bytes, memory and time of a step, for each api and way to reduce."""
     facts: dict[str, list[str]] = {}
     samples: dict[str, tuple[list[float], list[float]]] = {}
-    pairs = [(door, reduction) for door in APIS for reduction in REDUCTIONS]
-    for door, reduction in pairs:
+    pairs = [(api, reduction) for api in APIS for reduction in REDUCTIONS]
+    for api, reduction in pairs:
         release_memory(device)
         before = (0, 0)
         if device.type == "cuda":
             before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        contestant = built(door, reduction, shape, device, world)
+        contestant = built(api, reduction, shape, device, world)
         contestant.zero_grad()
         with Sent(world) as sent:
             contestant.forward_backward()
@@ -142,7 +142,7 @@ def steps_table(shape: Shape, device: torch.device, world: int, rounds: int, ste
         facts[contestant.name] = [f"{sent.nbytes / 2**20:,.1f}", *peaks]
         del contestant
     release_memory(device)
-    contestants = [built(door, reduction, shape, device, world) for door, reduction in pairs]
+    contestants = [built(api, reduction, shape, device, world) for api, reduction in pairs]
     for turn in range(rounds):
         shift = turn % len(contestants)
         for contestant in contestants[shift:] + contestants[:shift]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fullshard.torch_border import cuda_streams, new_stream
+from fullshard.torch_border import cuda_streams, device_for
 from fullshard.torch_border.cuda_streams import CUDAStream
 
 
@@ -57,12 +57,12 @@ def test_device_and_stream_are_those_of_before_again(
 @pytest.mark.gpu
 def test_a_stream_is_current_within_its_block() -> None:
     device = torch.device("cuda", 0)
-    before, stream = torch.cuda.current_stream(), new_stream(device, priority=-1)
+    before, stream = torch.cuda.current_stream(), device_for(device).new_stream(priority=-1)
     assert stream.stream_id != before.stream_id
     with stream:
         assert torch.cuda.current_stream().stream_id == stream.stream_id
         assert torch.accelerator.current_stream() == stream
-        other = new_stream(device, priority=0)
+        other = device_for(device).new_stream(priority=0)
         with other:
             assert torch.cuda.current_stream().stream_id == other.stream_id
         assert torch.cuda.current_stream().stream_id == stream.stream_id

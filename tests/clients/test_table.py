@@ -42,6 +42,6 @@ def test_a_bad_cell_counts_unless_the_row_knows_whose_bug_it_is():
 def test_the_page_has_every_row_that_runs_on_a_cpu():
     text = PAGE.read_text()
     named = [
-        f"| {row.client} | {row.API} | {row.options} |" for row in ROWS if "cpu" in row.devices
+        f"| {row.client} | {row.api} | {row.options} |" for row in ROWS if "cpu" in row.devices
     ]
     assert [name for name in named if name not in text] == []

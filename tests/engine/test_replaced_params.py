@@ -29,7 +29,7 @@ from tests.helpers.training import all_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-DOOR = FullyShardedDataParallel
+WRAPPER = FullyShardedDataParallel
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
     StateDictType.SHARDED_STATE_DICT,
@@ -64,8 +64,8 @@ def wrapped(orig: bool, strategy: str = "FULL_SHARD") -> Any:
             "cpu", (2, 2), mesh_dim_names=("replicate", "shard")
         )
     net: Any = Net()
-    net.inner = DOOR(net.inner, **options)
-    return DOOR(net, **options)
+    net.inner = WRAPPER(net.inner, **options)
+    return WRAPPER(net, **options)
 
 
 def gathered(whole: dict[str, Any]) -> dict[str, Tensor]:
@@ -145,19 +145,19 @@ def in_full(model: Any, _: Path) -> None:
 
 
 def in_sharded(model: Any, _: Path) -> None:
-    with DOOR.state_dict_type(model, SHARDED):
+    with WRAPPER.state_dict_type(model, SHARDED):
         assert_equal(gathered(model.state_dict()), expected())
 
 
 def in_local(model: Any, _: Path) -> None:
-    with DOOR.state_dict_type(model, LOCAL):
+    with WRAPPER.state_dict_type(model, LOCAL):
         before = model.state_dict()
         model.load_state_dict(before)
     in_full(model, _)
 
 
 def in_summon(model: Any, _: Path) -> None:
-    with DOOR.summon_full_params(model):
+    with WRAPPER.summon_full_params(model):
         for name, param in model.named_parameters():
             assert_equal(param.detach(), expected()[name])
             with torch.no_grad():
@@ -187,7 +187,7 @@ def in_load(model: Any, _: Path) -> None:
 
 def in_sharded_load(model: Any, _: Path) -> None:
     other = wrapped(model._use_orig_params)
-    with DOOR.state_dict_type(other, SHARDED), DOOR.state_dict_type(model, SHARDED):
+    with WRAPPER.state_dict_type(other, SHARDED), WRAPPER.state_dict_type(model, SHARDED):
         model.load_state_dict(other.state_dict())
     assert_equal(dict(model.state_dict()), dict(Net().state_dict()))
 
@@ -207,7 +207,9 @@ def in_forward(model: Any, _: Path) -> None:
 def in_optimizer_state(model: Any, _: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.load_state_dict(
-        DOOR.optim_state_dict_to_load(model, optimizer, DOOR.optim_state_dict(model, optimizer))
+        WRAPPER.optim_state_dict_to_load(
+            model, optimizer, WRAPPER.optim_state_dict(model, optimizer)
+        )
     )
 
 
@@ -312,7 +314,7 @@ class Pictures(nn.Module):
 def in_another_memory_order() -> None:
     """A parameter that rests whole, channels last; and data that are not."""
     for orig in (True, False):
-        model: Any = DOOR(
+        model: Any = WRAPPER(
             Pictures(),
             use_orig_params=orig,
             device_id=torch.device("cpu"),
@@ -370,12 +372,12 @@ def refusals(orig: bool) -> dict[str, str]:
     sharded = expected()
     found = {
         "full": said(model.state_dict),
-        "summon": said(lambda: DOOR.summon_full_params(model).__enter__()),
+        "summon": said(lambda: WRAPPER.summon_full_params(model).__enter__()),
         "apply": said(lambda: model.apply(lambda module: None)),
         "load": said(lambda: model.load_state_dict(sharded)),
-        "optimizer": said(lambda: DOOR.optim_state_dict(model, optimizer)),
+        "optimizer": said(lambda: WRAPPER.optim_state_dict(model, optimizer)),
     }
-    with DOOR.state_dict_type(model, SHARDED):
+    with WRAPPER.state_dict_type(model, SHARDED):
         found["sharded"] = said(model.state_dict)
     if dist.get_rank() == 1:
         if orig:

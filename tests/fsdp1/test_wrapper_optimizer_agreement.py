@@ -26,7 +26,7 @@ from tests.helpers.compare import assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-DOOR = FullyShardedDataParallel
+WRAPPER = FullyShardedDataParallel
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
     StateDictType.SHARDED_STATE_DICT,
@@ -55,9 +55,9 @@ def wrapped(orig: bool, **options: Any) -> Any:
     net: Any = Net()
     for index, layer in enumerate(net.layers):
         if index < 2 or not orig:  # two in the same wrapper, where it may be
-            net.layers[index] = DOOR(layer, **options)
-    net.frozen = DOOR(net.frozen, **options)
-    return DOOR(net, ignored_modules=[net.plain], **options)
+            net.layers[index] = WRAPPER(layer, **options)
+    net.frozen = WRAPPER(net.frozen, **options)
+    return WRAPPER(net, ignored_modules=[net.plain], **options)
 
 
 def groups_of(model: Any, *, swapped: bool, shuffled: bool) -> list[dict[str, Any]]:
@@ -103,14 +103,14 @@ def states_of(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def saved_in_all_ways(model: Any, optimizer: Any, *, mesh: bool = False) -> dict[str, Any]:
-    made = {"full": DOOR.optim_state_dict(model, optimizer)}
+    made = {"full": WRAPPER.optim_state_dict(model, optimizer)}
     for kind in (SHARDED, *([] if mesh else [LOCAL])):
-        with DOOR.state_dict_type(model, kind):
-            made[kind.name] = DOOR.optim_state_dict(model, optimizer)
-    with DOOR.state_dict_type(model, FULL, None, FIRST_ONLY):
-        made["first"] = DOOR.optim_state_dict(model, optimizer)
-    made["old full"] = DOOR.full_optim_state_dict(model, optimizer, rank0_only=False)
-    made["old sharded"] = DOOR.sharded_optim_state_dict(model, optimizer)
+        with WRAPPER.state_dict_type(model, kind):
+            made[kind.name] = WRAPPER.optim_state_dict(model, optimizer)
+    with WRAPPER.state_dict_type(model, FULL, None, FIRST_ONLY):
+        made["first"] = WRAPPER.optim_state_dict(model, optimizer)
+    made["old full"] = WRAPPER.full_optim_state_dict(model, optimizer, rank0_only=False)
+    made["old sharded"] = WRAPPER.sharded_optim_state_dict(model, optimizer)
     return made
 
 
@@ -119,8 +119,8 @@ def loaded_in_all_ways(model: Any, made: dict[str, Any]) -> dict[str, Callable[[
 
     def of_kind(kind: StateDictType, states: Any, config: Any = None) -> Callable[[Any], Any]:
         def load(optimizer: Any) -> Any:
-            with DOOR.state_dict_type(model, kind, None, config):
-                return DOOR.optim_state_dict_to_load(model, optimizer, states)
+            with WRAPPER.state_dict_type(model, kind, None, config):
+                return WRAPPER.optim_state_dict_to_load(model, optimizer, states)
 
         return load
 
@@ -128,9 +128,11 @@ def loaded_in_all_ways(model: Any, made: dict[str, Any]) -> dict[str, Callable[[
         "full": of_kind(FULL, made["full"]),
         "sharded": of_kind(SHARDED, made[SHARDED.name]),
         "first": of_kind(FULL, made["first"], FIRST_ONLY),
-        "shard": lambda o: DOOR.shard_full_optim_state_dict(made["old full"], model, optim=o),
-        "flatten": lambda o: DOOR.flatten_sharded_optim_state_dict(made["old sharded"], model, o),
-        "scatter": lambda o: DOOR.scatter_full_optim_state_dict(
+        "shard": lambda o: WRAPPER.shard_full_optim_state_dict(made["old full"], model, optim=o),
+        "flatten": lambda o: WRAPPER.flatten_sharded_optim_state_dict(
+            made["old sharded"], model, o
+        ),
+        "scatter": lambda o: WRAPPER.scatter_full_optim_state_dict(
             made["first"] or None, model, optim=o
         ),
     }
@@ -248,10 +250,10 @@ def refusals(orig: bool) -> dict[str, str]:
     found = {}
 
     def save(name: str, optimizer: Any) -> None:
-        found[name] = said(lambda: DOOR.optim_state_dict(model, optimizer))
+        found[name] = said(lambda: WRAPPER.optim_state_dict(model, optimizer))
         for other in (
-            lambda: DOOR.full_optim_state_dict(model, optimizer),
-            lambda: DOOR.sharded_optim_state_dict(model, optimizer),
+            lambda: WRAPPER.full_optim_state_dict(model, optimizer),
+            lambda: WRAPPER.sharded_optim_state_dict(model, optimizer),
         ):
             assert said(other) == found[name], name
 
@@ -286,22 +288,22 @@ def refusals(orig: bool) -> dict[str, str]:
     no_groups = good.state_dict()
     if rank == 1:
         del no_groups["param_groups"]
-    found["no groups"] = said(lambda: DOOR.optim_state_dict(model, good, no_groups))
+    found["no groups"] = said(lambda: WRAPPER.optim_state_dict(model, good, no_groups))
     less = copy.deepcopy(made["full"])
     if rank == 1:
         del less["state"]["layers.0.weight"], less["state"]["layers.0.bias"]
-    found["less"] = said(lambda: DOOR.optim_state_dict_to_load(model, good, less))
+    found["less"] = said(lambda: WRAPPER.optim_state_dict_to_load(model, good, less))
     mixed = made["old full"] if rank == 1 else made["old sharded"]
-    found["mixed"] = said(lambda: DOOR.optim_state_dict_to_load(model, good, mixed))
+    found["mixed"] = said(lambda: WRAPPER.optim_state_dict_to_load(model, good, mixed))
     unreadable = {} if rank == 1 else made["full"]
-    found["unreadable"] = said(lambda: DOOR.optim_state_dict_to_load(model, good, unreadable))
+    found["unreadable"] = said(lambda: WRAPPER.optim_state_dict_to_load(model, good, unreadable))
     plain = [p for n, p in model.named_parameters() if "plain" in n]
     if rank == 0:
         for each in plain:
             del good.state[each]
     good.param_groups[0]["lr"] = 0.1
-    with DOOR.state_dict_type(model, FULL, None, FIRST_ONLY):
-        found["plain"] = said(lambda: DOOR.optim_state_dict(model, good))
+    with WRAPPER.state_dict_type(model, FULL, None, FIRST_ONLY):
+        found["plain"] = said(lambda: WRAPPER.optim_state_dict(model, good))
     return found
 
 
@@ -343,7 +345,7 @@ def partly_loaded(orig: bool) -> dict[str, Any]:
     old = torch.optim.Adam(groups_of(model, swapped=False, shuffled=False))
     train(model, old)
     before = states_of(model, old)
-    whole = DOOR.optim_state_dict(model, old)
+    whole = WRAPPER.optim_state_dict(model, old)
     found = {}
 
     def load(case: str, change: Callable[[Any], Any]) -> None:
@@ -352,7 +354,7 @@ def partly_loaded(orig: bool) -> dict[str, Any]:
         new = torch.optim.Adam(groups_of(model, swapped=False, shuffled=False), lr=99.0)
         for group in new.param_groups:
             group["lr"] = 5.0
-        DOOR.optim_state_dict_to_load(model, new, states, load_directly=True)
+        WRAPPER.optim_state_dict_to_load(model, new, states, load_directly=True)
         after = states_of(model, new)
         for name, state in after.items():
             for key in ("exp_avg", "step"):
@@ -375,10 +377,10 @@ def partly_loaded(orig: bool) -> dict[str, Any]:
     load("no group of some", lambda s: drop(s, "layers.0", "plain"))
     own = old.state_dict()
     del own["param_groups"]
-    saved = DOOR.optim_state_dict(model, old, own)
+    saved = WRAPPER.optim_state_dict(model, old, own)
     assert "param_groups" not in saved
     assert_equal(saved["state"], whole["state"])
-    assert "param_groups" not in DOOR.shard_full_optim_state_dict(saved, model)
+    assert "param_groups" not in WRAPPER.shard_full_optim_state_dict(saved, model)
     return found
 
 

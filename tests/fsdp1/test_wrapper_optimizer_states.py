@@ -457,11 +457,11 @@ def test_a_checkpoint_loads_over_other_ranks_and_wrappers(world, size: int) -> N
 
 # --- unusual state -----------------------------------------------------------------------------------
 
-DOOR = FullyShardedDataParallel
+WRAPPER = FullyShardedDataParallel
 
 
 def load(model: Any, optimizer: Any, states: Any, **options: Any) -> Any:
-    return DOOR.optim_state_dict_to_load(model, optimizer, states, **options)
+    return WRAPPER.optim_state_dict_to_load(model, optimizer, states, **options)
 
 
 def in_low_precision(orig: bool) -> Any:
@@ -471,7 +471,7 @@ def in_low_precision(orig: bool) -> Any:
     for param in model.parameters():
         param.grad = torch.ones_like(param) if param.numel() else None
     optimizer.step()
-    whole = DOOR.optim_state_dict(model, optimizer)
+    whole = WRAPPER.optim_state_dict(model, optimizer)
     ready = load(model, optimizer, whole)["state"]
     own = optimizer.state_dict()["state"]
     assert_equal(
@@ -491,10 +491,10 @@ def with_parameters_left_out(orig: bool) -> Any:
     left_out = {p for n, p in model.named_parameters() if ".a." in n}
     optimizer = torch.optim.Adam(p for p in model.parameters() if p not in left_out)
     train(model, optimizer)
-    whole = DOOR.optim_state_dict(model, optimizer)
+    whole = WRAPPER.optim_state_dict(model, optimizer)
     other = torch.optim.Adam(p for p in model.parameters() if p not in left_out)
     other.load_state_dict(load(model, other, whole))
-    assert_equal(DOOR.optim_state_dict(model, other)["state"], whole["state"])
+    assert_equal(WRAPPER.optim_state_dict(model, other)["state"], whole["state"])
     return sorted(whole["state"]), sorted(whole["param_groups"][0]["params"])
 
 
@@ -507,11 +507,11 @@ def in_groups(orig: bool) -> Any:
         [{"params": small, "lr": 0.5, "tag": "small"}, {"params": rest}], lr=0.25
     )
     train(model, one)
-    whole = DOOR.optim_state_dict(model, one)
+    whole = WRAPPER.optim_state_dict(model, one)
     other = torch.optim.Adam([{"params": rest}, {"params": small}], lr=9.0)
     load(model, other, whole, load_directly=True)
-    groups = DOOR.optim_state_dict(model, other)["param_groups"]
-    assert_equal(DOOR.optim_state_dict(model, other)["state"], whole["state"])
+    groups = WRAPPER.optim_state_dict(model, other)["param_groups"]
+    assert_equal(WRAPPER.optim_state_dict(model, other)["state"], whole["state"])
     return [(group["lr"], group.get("tag"), sorted(group["params"])[0]) for group in groups]
 
 
@@ -520,12 +520,12 @@ def by_names(orig: bool) -> Any:
     model = wrapped("fullshard", orig)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     train(model, optimizer)
-    whole = DOOR.optim_state_dict(model, optimizer)
+    whole = WRAPPER.optim_state_dict(model, optimizer)
     named = load(model, optimizer, whole, is_named_optimizer=True)
     names = [name for name, _ in model.named_parameters()]
     assert named["param_groups"][0]["params"] == names == named["param_groups"][0]["param_names"]
     assert set(named["state"]) <= set(names)
-    assert_equal(DOOR.optim_state_dict(model, optimizer, named)["state"], whole["state"])
+    assert_equal(WRAPPER.optim_state_dict(model, optimizer, named)["state"], whole["state"])
     optimizer.load_state_dict(load(model, optimizer, whole))
     return True
 
@@ -539,7 +539,7 @@ def beside_parameters(orig: bool) -> Any:
     for state in optimizer.state.values():
         state["number"] = torch.full((1,), 5.0)
     own = {**optimizer.state_dict(), "version": 2}
-    whole = DOOR.optim_state_dict(model, optimizer, own)
+    whole = WRAPPER.optim_state_dict(model, optimizer, own)
     ready = load(model, optimizer, whole)
     assert_equal(
         {k: s["number"] for k, s in ready["state"].items()},
@@ -552,7 +552,7 @@ def without_wrappers() -> Any:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, optimizer)
-    whole = DOOR.optim_state_dict(model, optimizer)
+    whole = WRAPPER.optim_state_dict(model, optimizer)
     assert_equal(load(model, optimizer, whole)["state"], optimizer.state_dict()["state"])
     return list(whole["state"])
 
@@ -584,7 +584,7 @@ def traffic(orig: bool) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         for name in calls:
             patch.setattr(collectives, name, counting(name, getattr(collectives, name)))
-        whole = DOOR.optim_state_dict(model, optimizer)
+        whole = WRAPPER.optim_state_dict(model, optimizer)
         saved = tuple(calls.values())
         load(model, optimizer, whole)
     # Loading whole tensors needs nobody else, but to know that all ranks can.
@@ -638,36 +638,36 @@ def refusals_of_saving(orig: bool) -> dict[str, str]:
     model = wrapped("fullshard", orig)
     unknown = [nn.Parameter(torch.ones(2, 3))] if dist.get_rank() == 1 else []
     optimizer = torch.optim.Adam([*model.parameters(), *unknown])
-    found = {"unknown parameter": said(lambda: DOOR.optim_state_dict(model, optimizer))}
+    found = {"unknown parameter": said(lambda: WRAPPER.optim_state_dict(model, optimizer))}
     known = torch.optim.Adam(model.parameters())
-    found["given"] = said(lambda: DOOR.optim_state_dict(model, known, {"param_groups": []}))
+    found["given"] = said(lambda: WRAPPER.optim_state_dict(model, known, {"param_groups": []}))
     other = {"state": {99: {}}, "param_groups": [{"params": [0, "z.nothing"]}]}
-    found["given others"] = said(lambda: DOOR.optim_state_dict(model, known, other))
+    found["given others"] = said(lambda: WRAPPER.optim_state_dict(model, known, other))
     factored = Factored(model.parameters(), momentum=0.9)
     train(model, factored, 1)
-    found["shapes"] = said(lambda: DOOR.optim_state_dict(model, factored))
+    found["shapes"] = said(lambda: WRAPPER.optim_state_dict(model, factored))
     adam = torch.optim.Adam(model.parameters())
     train(model, adam, 1)
     if dist.get_rank() == 0:
         for state in adam.state.values():
             state["exp_avg"] = state["exp_avg"].double()
-    found["dtypes"] = said(lambda: DOOR.optim_state_dict(model, adam))
-    with DOOR.summon_full_params(model):
-        found["summoned"] = said(lambda: DOOR.optim_state_dict(model, adam))
-    found["no model"] = said(lambda: DOOR.optim_state_dict(adam, adam))  # type: ignore[arg-type]
+    found["dtypes"] = said(lambda: WRAPPER.optim_state_dict(model, adam))
+    with WRAPPER.summon_full_params(model):
+        found["summoned"] = said(lambda: WRAPPER.optim_state_dict(model, adam))
+    found["no model"] = said(lambda: WRAPPER.optim_state_dict(adam, adam))  # type: ignore[arg-type]
     found["no optimizer"] = said(
-        lambda: DOOR.optim_state_dict(model, model, {"state": {}, "param_groups": []})
+        lambda: WRAPPER.optim_state_dict(model, model, {"state": {}, "param_groups": []})
     )
     mesh = init_device_mesh("cpu", (2,))
     on_mesh = wrapped("fullshard", orig, device_mesh=mesh)
-    with DOOR.state_dict_type(on_mesh, LOCAL):
-        found["local"] = said(lambda: DOOR.optim_state_dict(on_mesh, adam))
+    with WRAPPER.state_dict_type(on_mesh, LOCAL):
+        found["local"] = said(lambda: WRAPPER.optim_state_dict(on_mesh, adam))
     return found
 
 
 def refusals_of_loading(orig: bool) -> dict[str, str]:
     model, optimizer = trained("fullshard", "Adam", orig)
-    good = DOOR.optim_state_dict(model, optimizer)
+    good = WRAPPER.optim_state_dict(model, optimizer)
 
     def refused(change: Callable[[Any], Any], **options: Any) -> str:
         return said(lambda: load(model, optimizer, changed(good, change), **options))
@@ -690,26 +690,26 @@ def refusals_of_loading(orig: bool) -> dict[str, str]:
     part = torch.optim.Adam([p for n, p in model.named_parameters() if ".a." not in n])
     found["other optimizer"] = said(lambda: load(model, part, good))
     first_only = FullOptimStateDictConfig(rank0_only=True)
-    with DOOR.state_dict_type(model, FULL, None, first_only):
+    with WRAPPER.state_dict_type(model, FULL, None, first_only):
         found["sent"] = said(lambda: load(model, optimizer, {"param_groups": []}))
-    with DOOR.state_dict_type(model, SHARDED):
-        parts = DOOR.optim_state_dict(model, optimizer)
+    with WRAPPER.state_dict_type(model, SHARDED):
+        parts = WRAPPER.optim_state_dict(model, optimizer)
         if dist.get_rank() == 1:
             del parts["state"]["a.weight"]["exp_avg"], parts["state"]["a.bias"]["exp_avg"]
         found["other parts"] = said(lambda: load(model, optimizer, parts))
-    with DOOR.state_dict_type(model, FULL, None, first_only):
+    with WRAPPER.state_dict_type(model, FULL, None, first_only):
         spread = said(lambda: load(model, optimizer, parts))
     found["sent parts"] = spread
     found["both"] = said(
-        lambda: DOOR.shard_full_optim_state_dict(good, model, [*model.parameters()], optimizer)
+        lambda: WRAPPER.shard_full_optim_state_dict(good, model, [*model.parameters()], optimizer)
     )
     key_type, plain = OptimStateKeyType.PARAM_ID, Net()
     found["rekey"] = said(
-        lambda: DOOR.rekey_optim_state_dict(
+        lambda: WRAPPER.rekey_optim_state_dict(
             changed(good, lambda s: s["state"].update(who={})), key_type, plain
         )
     )
-    found["rekey flat"] = said(lambda: DOOR.rekey_optim_state_dict(good, key_type, model))
+    found["rekey flat"] = said(lambda: WRAPPER.rekey_optim_state_dict(good, key_type, model))
     return found
 
 
@@ -781,17 +781,17 @@ def zero_d_parameters() -> None:
 
     for orig in (False, True):
         for kind, mesh in ((FULL, None), (SHARDED, None), (SHARDED, init_device_mesh("cpu", (2,)))):
-            models = [DOOR(Scaled(), use_orig_params=orig, device_mesh=mesh) for _ in range(2)]
+            models = [WRAPPER(Scaled(), use_orig_params=orig, device_mesh=mesh) for _ in range(2)]
             (model, optimizer), (other, loaded) = (
                 (each, torch.optim.Adam(each.parameters(), lr=0.1)) for each in models
             )
             step(model, optimizer)
             for each in models:
-                DOOR.set_state_dict_type(each, kind)
-            found = DOOR.optim_state_dict(model, optimizer)
+                WRAPPER.set_state_dict_type(each, kind)
+            found = WRAPPER.optim_state_dict(model, optimizer)
             assert found["state"]["scale"]["exp_avg"].shape == ()
             other.load_state_dict(model.state_dict())
-            loaded.load_state_dict(DOOR.optim_state_dict_to_load(other, loaded, found))
+            loaded.load_state_dict(WRAPPER.optim_state_dict_to_load(other, loaded, found))
             step(model, optimizer)
             step(other, loaded)
             assert_equal(list(other.parameters()), list(model.parameters()))
@@ -803,8 +803,8 @@ def test_states_of_zero_d_parameters_are_loaded(world) -> None:
 
 def old_methods_and_warnings() -> dict[str, list[str]]:
     model, optimizer = trained("fullshard", "Adam", orig=True)
-    whole = DOOR.full_optim_state_dict(model, optimizer, rank0_only=False)
-    parts = DOOR.sharded_optim_state_dict(model, optimizer)
+    whole = WRAPPER.full_optim_state_dict(model, optimizer, rank0_only=False)
+    parts = WRAPPER.sharded_optim_state_dict(model, optimizer)
     params = list(model.parameters())
     calls = {
         "full_optim_state_dict": (model, optimizer, params),
@@ -817,7 +817,7 @@ def old_methods_and_warnings() -> dict[str, list[str]]:
     for name, args in calls.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            getattr(DOOR, name)(*args)
+            getattr(WRAPPER, name)(*args)
         found[name] = [
             str(each.message)
             for each in caught
