@@ -18,7 +18,7 @@ DROPOUT = (
 )
 
 MOST_NAMES = 3
-"""How many modules the warning names."""
+"""Most modules that the warning names."""
 
 
 def active_dropout(root: nn.Module) -> list[str]:

@@ -57,13 +57,13 @@ _MODEL, _WEIGHTS = "model", "initial weights"
 
 
 class ModelAgreement(ModelMonitor):
-    """What the ranks have agreed on about one model; lives as long as its runtime."""
+    """The agreement of the ranks on one model; lives as long as its `RootModel`."""
 
     def __init__(self) -> None:
         self._agreed: dict[tuple[int, ...], str] = {}
-        """By ranks, the description that they have in common."""
+        """The description that ranks have in common, by these ranks."""
         self._places: dict[tuple[int, ...], str] = {}
-        """By ranks, which one the model is of those with the same modules, in the order of sharding."""
+        """The model's place among those with the same modules, in the order of sharding, by ranks."""
 
     def agree(
         self, root: FSDPState, states: Sequence[FSDPState], occasion: str = "forward"
@@ -108,7 +108,7 @@ class ModelAgreement(ModelMonitor):
         self.changes_seen = seen
 
     def _place(self, ranks: tuple[int, ...], states: Sequence[FSDPState]) -> str:
-        """Return which one the model is of those with the same modules that ranks have used: "2 of 2".
+        """Return the model's place among those with the same modules that ranks have used: "2 of 2".
 
         Ranks that first use two such models in different orders could not be told apart otherwise: their descriptions
         are equal. They have sharded them in the same order.
@@ -152,8 +152,8 @@ def _tell_apart(states: Sequence[FSDPState]) -> None:
 _USED: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], list[int]]] = (
     weakref.WeakKeyDictionary()
 )
-"""By default process group, and by ranks and names of modules: the first serial numbers of models that these ranks have
-agreed on, in order."""
+"""The first serial numbers of models that ranks have agreed on, in order: by default process group, and by ranks and
+names of modules."""
 
 
 def _used(ranks: tuple[int, ...], states: Sequence[FSDPState]) -> list[int]:
@@ -208,7 +208,7 @@ def _compare(
 
 
 def _compose(reports: Sequence[tuple[list[int], str]]) -> str:
-    """Return the message about descriptions of several ranks, or what a rank has brought instead of one."""
+    """Return the message about descriptions of several ranks, or the one that a rank has brought instead of a description."""
     decoded: list[tuple[list[int], Any]] = [(ranks, json.loads(text)) for ranks, text in reports]
     faults = dict.fromkeys(each[_FAULT] for _, each in decoded if _FAULT in each)
     if faults:

@@ -1,7 +1,7 @@
-"""What an optimizer's step does to shards, as far as it must be equal on all ranks of a process group.
+"""The effect of an optimizer's step on shards, as far as it must be equal on all ranks of a process group.
 
 An update of shards calls no collective. So ranks that step different optimizers, or with different learning rates,
-would train one model in two ways, and nobody would notice. `Update` is a number for each step: where ranks meet next,
+would train one model in two ways, unnoticed. `Update` is a number for each step: where ranks meet next,
 they compare it with the count of steps (`meetings`).
 
     which optimizer     the name of its class
@@ -33,7 +33,7 @@ from fullshard.engine.param_group import FSDPParamGroup
 from fullshard.errors import UsageError
 
 OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps")
-"""Options that programs set, and schedulers change. What optimizers keep beside them may be a rank's own."""
+"""Options that programs set, and schedulers change. Values that optimizers keep beside them may be a rank's own."""
 _NAMED = 3
 """A message names so many parameters."""
 _UNKNOWN = -1.0
@@ -65,13 +65,13 @@ def step_taken(optimizer: Optimizer) -> None:
 
 
 class _Updated(NamedTuple):
-    """What an optimizer updates over each process group."""
+    """The parameters that an optimizer updates over each process group."""
 
     params: Mapping[ProcessGroup, _UpdatedParams]
     changes: int
     """`CHANGES.count` when they were looked up; a change may give parameters another group."""
     sizes: tuple[int, ...]
-    """How many parameters each group of the optimizer had then: what changes when parameters join or leave."""
+    """Number of parameters in each group of the optimizer then, which changes when parameters join or leave."""
 
 
 _KNOWN: weakref.WeakKeyDictionary[Optimizer, _Updated] = weakref.WeakKeyDictionary()
@@ -94,18 +94,18 @@ class _UpdatedParams(NamedTuple):
     text: str
     number: int
     groups: tuple[int, ...]
-    """Which groups of the optimizer have options that must be equal on all ranks."""
+    """Groups of the optimizer whose options must be equal on all ranks."""
 
 
 def _params_by_process_group(
     optimizer: Optimizer, params: Iterable[Tensor], groups: Iterable[FSDPParamGroup]
 ) -> Mapping[ProcessGroup, _UpdatedParams]:
-    """Return what the optimizer updates over each process group."""
+    """Return the parameters that the optimizer updates over each process group."""
     ids = {id(param) for param in params}
     names: dict[ProcessGroup, dict[str, str]] = {}
     for group in groups:
         axes = group.mesh_info
-        # By their places, too: ranks that ignore different modules have other names for the same.
+        # Keyed by their places, too: ranks that ignore different modules have other names for the same.
         found = {
             f"{group.gather_tag.text}: {place}": f"{group.gather_tag.text}: {param.name}"
             for place, param in enumerate(group.params)
@@ -129,7 +129,7 @@ def _params_by_process_group(
 def _updates(
     optimizer: Optimizer, updated: Mapping[ProcessGroup, _UpdatedParams]
 ) -> dict[ProcessGroup, Update]:
-    """Return what the optimizer's step did over each process group, of which there is one at least, by its options now."""
+    """Return the update by the optimizer's step over each process group, of which there is one at least, by its options now."""
     compared = [optimizer.param_groups[index] for index in next(iter(updated.values())).groups]
     options = tuple([_plain(group.get(option)) for group in compared for option in OPTIONS])
     return {
@@ -157,7 +157,7 @@ def _description(text: str, options: Sequence[object]) -> str:
 
 
 def _updated(optimizer: str, names: Mapping[str, str], groups: tuple[int, ...]) -> _UpdatedParams:
-    """``names`` are by what is compared."""
+    """``names`` to show are by the names to compare."""
     shown = sorted(names.values())[:_NAMED]
     listed = ", ".join(name.removeprefix("all-gather of ") for name in shown)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""

@@ -40,7 +40,7 @@ _POLL_S = 0.001
 _PEER_HAS_CLOSED = getattr(select, "POLLRDHUP", 0)
 """Linux has it. Elsewhere it is seen that both directions are closed, after an error."""
 DIAL_S = 2.0
-"""How long one attempt to connect may take."""
+"""Longest time of one attempt to connect."""
 
 
 class ControlChannel:
@@ -112,7 +112,7 @@ class ControlChannel:
         return low == high
 
     def exchange(self, text: str) -> list[str]:
-        """Return what each rank says, by its place in the group."""
+        """Return the text of each rank, by its place in the group."""
         said = {self.journal.rank: text}
         self.is_interrupted = True
         for after, before in self._rounds:
@@ -227,7 +227,7 @@ class ControlChannel:
 
 
 def _send_all(to: socket.socket, message: bytes) -> None:
-    """Send a message; if the other rank has gone, whoever receives from it sees that."""
+    """Send a message; if the other rank has gone, the call that receives from it sees that."""
     view = memoryview(message)
     while view:
         try:
@@ -248,7 +248,7 @@ def closed_connections(journal: Journal) -> set[int]:
 
 
 def _close_in_child() -> None:
-    """Close what a forked process (a worker of a data loader) has inherited.
+    """Close the channels that a forked process (a worker of a data loader) has inherited.
 
     Otherwise other ranks would not see that this one has ended while its child is alive.
     """

@@ -236,7 +236,7 @@ def _states_of(model: nn.Module) -> Iterable[FSDPState]:
 _GUARDS: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, ...], StepGuard]] = (
     weakref.WeakKeyDictionary()
 )
-"""By the first model of a step, and by the serial numbers of all groups of its models."""
+"""Guards by the first model of a step, and by the serial numbers of all groups of its models."""
 
 
 def _guard_of(models: Sequence[nn.Module], states: Sequence[FSDPState]) -> StepGuard:

@@ -23,7 +23,7 @@ from fullshard.storage.initial_values import unchanged
 from fullshard.transport.streams import is_capturing
 
 Weights = Mapping[str, str]
-"""By names of parameters, digests of their initial values."""
+"""Digests of initial values, by names of parameters."""
 
 _NAMED = 10
 """A warning names so many parameters: with other seeds all matrices differ."""
@@ -53,7 +53,7 @@ def take_initial_weights(
 
 
 def weights_text(reports: Sequence[Weights]) -> str:
-    """Return what to say of different initial weights; nothing if those that several ranks have are equal."""
+    """Return the text about different initial weights; "" if those that several ranks have are equal."""
     digests: dict[str, set[str]] = {}
     for weights in reports:
         for name, digest in weights.items():

@@ -1,4 +1,4 @@
-"""Which collectives this rank has called, and where its process is.
+"""The collectives that this rank has called, and the place of its process.
 
 A `Journal` belongs to a process group. It numbers the collectives that fullshard calls there. Ranks that call the same
 collectives in the same order have equal journals; `meetings` and the watchdog compare them.
@@ -31,13 +31,13 @@ from fullshard.transport.monitor import POSITION, GroupMonitor
 from fullshard.transport.tags import TAG_BITS, Tag
 
 RING = 1 << 14
-"""How many of the last collectives a journal remembers: those of some seconds, even of a small model on a fast device."""
+"""Number of the last collectives that a journal remembers: those of some seconds, even of a small model on a fast device."""
 MARKS = 512
-"""How many of the last steps a journal remembers."""
+"""Number of the last steps that a journal remembers."""
 _MASK = (1 << TAG_BITS) - 1
 
 _INVERSE = pow(31, -1, 1 << TAG_BITS)
-"""Takes back what `Journal.note` multiplies by."""
+"""The inverse of the factor by which `Journal.note` multiplies."""
 
 
 class Update(NamedTuple):
@@ -45,7 +45,7 @@ class Update(NamedTuple):
 
     number: int
     describe: Callable[[], str]
-    """Says for people which optimizer it was, what it updates, and its options."""
+    """The optimizer, the parameters that it updates, and its options, for people."""
 
 
 class Guard(Protocol):
@@ -71,7 +71,7 @@ class Journal:
         self.ranks = tuple(ranks)
         """Global ranks, in the group's order."""
         self.count = 0
-        """How many collectives have been called."""
+        """Number of collectives that have been called."""
         self.digest = 0
         """A hash of all their tags, in order."""
         self.step = 0
@@ -79,9 +79,9 @@ class Journal:
         self.updates = 0
         """A sum of the numbers of their updates: the order of two optimizers does not matter."""
         self.last_updates: deque[Update] = deque(maxlen=4)
-        """Since the ranks last met, for messages."""
+        """Updates since the ranks last met, for messages."""
         self.models = 0
-        """How many models have been used there: all ranks have agreed on each, in this order."""
+        """Number of models that have been used there: all ranks have agreed on each, in this order."""
         self.tags: list[Tag | None] = [None] * RING
         """Collective number n, counted from 1, is at n % RING."""
         self._digests = array("q", bytes(8 * RING))
@@ -141,7 +141,7 @@ class Journal:
     # --- read by other threads ----------------------------------------------------------------------
 
     def now(self) -> tuple[int, int]:
-        """Return how many collectives have been called, and the digest after them."""
+        """Return the number of collectives that have been called, and the digest after them."""
         count = self.count
         return count, self._digests[count % RING]
 
@@ -163,7 +163,7 @@ class Journal:
         ]
 
     def _is_remembered(self, count: int) -> bool:
-        """Return whether what was just read is of this collective; the thread that trains may have written over it."""
+        """Return whether the entry just read is of this collective; the thread that trains may have written over it."""
         return count > self.count + 1 - RING
 
 
@@ -173,21 +173,21 @@ class Waiting(NamedTuple):
     journal: Journal | None
     """The journal of the process group; None if the wait is not in a collective of a group."""
     text: str
-    """What is waited for: the text of a tag, or "agreement on the model"."""
+    """The name of the awaited event: the text of a tag, or "agreement on the model"."""
     since: float
-    """When the wait began, by `time.monotonic`."""
+    """The time at which the wait began, by `time.monotonic`."""
     is_noted: bool = True
-    """Whether the journal has what is waited for as its last collective; otherwise it comes after that."""
+    """Whether the journal has the awaited event as its last collective; otherwise it comes after that."""
 
 
 class Progress:
-    """What this process does now, beside the step's `POSITION`. Ranks that are threads share it; they have no watchdog."""
+    """The present work of this process, beside the step's `POSITION`. Ranks that are threads share it; they have no watchdog."""
 
     def __init__(self) -> None:
         self.step = 0
         """Steps of optimizers over sharded parameters."""
         self.moved = time.monotonic()
-        """When a step last began or ended, or a collective was last called."""
+        """The time at which a step last began or ended, or a collective was last called."""
         self.journal: Journal | None = None
         """The journal of the process group on which a collective was last called."""
         self.waiting: Waiting | None = None
@@ -237,7 +237,7 @@ def journals() -> list[Journal]:
 
 
 class Rules:
-    """When ranks meet."""
+    """The rules of when ranks meet."""
 
     def __init__(self) -> None:
         self.every_collective = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"

@@ -46,7 +46,7 @@ _BYTES = 0xC2B2AE3D27D4EB4F
 _MASK = (1 << 63) - 1
 
 _SEPARATOR = "\0"
-"""Between the parts of what a rank says, if it brings a text."""
+"""Separates the parts of a rank's message, if it brings a text."""
 
 
 # --- the monitor of a process group's collectives ---------------------------------------------------
@@ -63,7 +63,7 @@ class Meetings(NotedCollectives):
     def meet(
         self, tag: Tag, inputs: Sequence[Tensor], text: str, digest: int
     ) -> Sequence[str] | None:
-        """Agree on the collective that was noted last, and return what each rank says; None if they have no channel."""
+        """Agree on the collective that was noted last, and return the text of each rank; None if they have no channel."""
         try:
             channel = channel_of(self.group, self.journal, self.backend)
             if channel is None:
@@ -75,7 +75,7 @@ class Meetings(NotedCollectives):
             raise
 
     def waited(self, work: Work) -> Work:
-        """Return a work whose wait others can see and that ends with the reason."""
+        """Return a work whose wait other ranks can see and that ends with the reason."""
         return cast(Work, WatchedWork(work, self.journal, self.backend))
 
     @contextlib.contextmanager

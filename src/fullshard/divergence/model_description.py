@@ -1,4 +1,4 @@
-"""What must be equal on all ranks that share a model, as text: names, shapes, dtypes, meshes, policies, options.
+"""The facts that must be equal on all ranks that share a model, as text: names, shapes, dtypes, meshes, policies, options.
 
 A description has sections, a general one and one for each group of parameters, in the order of the model. A
 section has items, and an item has a text:
@@ -54,7 +54,7 @@ _LISTED_RANKS = 64
 def describe(
     root: nn.Module, states: Sequence[FSDPState], occasion: str
 ) -> dict[tuple[int, ...], Description]:
-    """Return what must be equal, by the ranks that must have it in common, this one among them.
+    """Return the facts that must be equal, by the ranks that must have them in common, this one among them.
 
     ``occasion`` says what the ranks are about to do together. Groups without other ranks are left out. Smaller sets of ranks come first, and those of tensor parallelism last: the
     order is the same on all ranks.
@@ -267,7 +267,7 @@ def _reduction(settings: ReduceSettings, axes: DataParallelAxes) -> Section:
 
 
 def _add_common_facts(section: Section, param: FSDPParam, name: str) -> None:
-    """Add what ranks of tensor parallelism have in common, too."""
+    """Add the facts that ranks of tensor parallelism have in common, too."""
     section[f"dtype of {name}"] = _plain(param.dtype)
     if param.param_dtype is not None:
         section[f"param_dtype of {name}"] = _plain(param.param_dtype)

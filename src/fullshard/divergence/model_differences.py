@@ -10,7 +10,7 @@ from fullshard.errors import ranks_text
 _LINES = 10
 """The most differences that a message lists."""
 _CHANGES = 3
-"""What a rank has changed is part of the name of a collective, so it is shorter."""
+"""The most changes of one rank that are listed. They are part of the name of a collective, so they are fewer."""
 _MISSING = "missing"
 
 Descriptions = Sequence[tuple[list[int], Description]]
@@ -33,7 +33,7 @@ def message_about(descriptions: Descriptions) -> str:
 
 
 def changes(before: Description, after: Description) -> str:
-    """Return what has changed in the description of one rank, shortly."""
+    """Return the changes in the description of one rank, shortly."""
     found = [
         f"{item} is now {text}"
         for title, section in after.items()
@@ -101,7 +101,7 @@ def _is_param(item: str, section: Mapping[str, str]) -> bool:
 
 
 def _line(item: str, texts: Sequence[tuple[list[int], str]]) -> str:
-    """Return who has what of an item: against the majority, or each side if there is none."""
+    """Return a line about an item, with the ranks of each text: against the majority, or each side if there is none."""
     ranks_by_text: dict[str, list[int]] = {}
     for ranks, text in texts:
         ranks_by_text.setdefault(text, []).extend(ranks)

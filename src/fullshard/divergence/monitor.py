@@ -1,4 +1,4 @@
-"""The monitor that divergence installs: what the step tells goes to journals, meetings, agreements and the watchdog."""
+"""The monitor that divergence installs: it tells the step's events to journals, meetings, agreements and the watchdog."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fullshard.transport.monitor import GroupMonitor, ModelMonitor, Monitor
 
 
 class DivergenceMonitor(Monitor):
-    """Compares what this rank does with what the others do."""
+    """Compares this rank's actions with those of the others."""
 
     def of_group(self, group: ProcessGroup, backend: Backend) -> GroupMonitor:
-        """Return what lets the ranks of a group meet."""
+        """Return the meetings of the ranks of a group."""
         return Meetings(group, backend)
 
     def of_model(self) -> ModelMonitor:
-        """Return what lets ranks agree on a model."""
+        """Return the agreement of ranks on one more model."""
         return ModelAgreement()
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
@@ -31,7 +31,7 @@ class DivergenceMonitor(Monitor):
         refuse_within_guarded_step(optimizer)
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
-        """Note what the step has done to shards."""
+        """Note the step's updates of shards."""
         step_taken(optimizer)
 
     def exception_left(self, error: BaseException) -> None:

@@ -61,23 +61,23 @@ _BEGINNING = tag("beginning of guarded steps")
 _FAILED = tag("a guarded step that has failed")
 _END = "end of a guarded step"
 _SAYS = f"{_FAILED.text}: "
-"""How what a failed rank says begins; JSON follows."""
+"""The beginning of a failed rank's message; JSON follows."""
 _PASSES = 3
-"""How often ranks tell each other whom they know, before they compare."""
+"""Number of times that ranks tell each other the ranks they know, before they compare."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFailure:
-    """Why a rank has failed a guarded step."""
+    """The reason why a rank has failed a guarded step."""
 
     rank: int
     """The rank that raised an exception."""
     type: str
     """The name of the exception's type."""
     message: str
-    """What it says, the first 2,000 characters."""
+    """The exception's message, the first 2,000 characters."""
     traceback: str = ""
-    """Where it was raised, for a log; the last 8,000 characters."""
+    """The traceback of the exception, for a log; the last 8,000 characters."""
     may_skip: bool = True
     """Whether the step can be skipped. False for what ends a program, and for wrong use of fullshard."""
 
@@ -92,7 +92,7 @@ class _Link:
     channel: ControlChannel
     journal: Journal
     failures: tuple[StepFailure, ...] | None = None
-    """What a failing meeting has told; None if there was none in this step."""
+    """The failures that a failing meeting has told; None if there was none in this step."""
 
 
 class StepGuard:
@@ -106,10 +106,10 @@ class StepGuard:
             ConfigurationError: it cannot be found out which ranks step together.
         """
         links = []
-        # By ranks, not by the order of the modules: a rank waits for others here, and all must wait in one order.
+        # In the order of ranks, not of modules: a rank waits for others here, and all must wait in one order.
         for group in sorted(backends, key=lambda group: _key(journal_of(group))):
             journal = journal_of(group)
-            # What ranks tell each other below is no collective, so they meet before it, on every backend.
+            # The messages below are no collective, so ranks meet before them, on every backend.
             Meetings(group, backends[group]).before(_BEGINNING, text=_BEGINNING.text)
             channel = channel_of(group, journal, backends[group])
             if channel is not None:
@@ -172,7 +172,7 @@ class StepGuard:
             raise self._error()
 
     def learn(self, journal: Journal, said: Sequence[str]) -> None:
-        """Look for failures in what ranks have said at a meeting that did not agree.
+        """Look for failures in the texts of ranks at a meeting that did not agree.
 
         Raises:
             StepFailedError: a rank has failed.
@@ -201,7 +201,7 @@ class StepGuard:
         """Leave the step as failed, and return the failures of all ranks, which are the same on all of them.
 
         Args:
-            failure: Of this rank; None if it has learned of another's.
+            failure: This rank's failure; None if it has learned of another's.
 
         Raises:
             DivergenceError: a rank has gone.
@@ -266,7 +266,7 @@ def _tell(links: Sequence[_Link], text: str) -> None:
 def _tell_one(link: _Link, text: str) -> None:
     channel = link.channel
     if channel.is_interrupted:
-        # By a signal, in the middle of a message. The others see the end of the connection.
+        # A signal came in the middle of a message. The others see the end of the connection.
         channel.hang_up()
         link.failures = ()
         return
@@ -325,7 +325,7 @@ def _link_to_all(links: Sequence[_Link]) -> _Link | None:
 _MADE: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], _Link]] = (
     weakref.WeakKeyDictionary()
 )
-"""By default process group and ranks."""
+"""Links by default process group and ranks."""
 
 
 def _made_for(ranks: tuple[int, ...]) -> _Link:

@@ -1,4 +1,4 @@
-"""Ranks compare what they have through the store of the default process group: no collective, no device.
+"""Ranks compare descriptions through the store of the default process group: no collective, no device.
 
 Every rank brings a digest of its description. If all digests are equal, that is all. If not, one rank of each kind is
 asked for the description itself, and all ranks get the same message about the differences.
@@ -16,7 +16,7 @@ a rank that missed a comparison comes to the next one together with the others.
 That is a fixed number of operations per rank, besides looking. Looks get rarer the more ranks there are, so that the
 store answers at most `LOOKS_PER_S` of them.
 
-A rank that has waited for a second says so in the store. Another one, elected, then finds out who is missing. If a
+A rank that has waited for a second says so in the store. Another one, elected, then finds the missing ranks. If a
 missing rank waits for a rank that waits here, in a comparison with other ranks, none of them can ever go on: both
 comparisons get the verdict that the ranks use different process groups. Otherwise they wait on, as a rank may be slow,
 until the timeout of the process group.
@@ -34,13 +34,13 @@ from typing import Protocol
 from fullshard.errors import DivergenceError, exception_text, ranks_text
 
 LOOKS_PER_S = 20_000
-"""How often all ranks together look for a verdict, at most."""
+"""Most looks for a verdict in a second, of all ranks together."""
 _FIRST_LOOK_S = 0.000_5
 _LONGEST_LOOK_S = 0.02
 _SLOW_S = 0.5
-"""After so long a rank says that it waits. After twice as long one looks for those who are missing."""
+"""After so long a rank says that it waits. After twice as long one looks for the missing ranks."""
 _GRACE_S = 5.0
-"""How much longer than the timeout a rank waits for the one that names who is missing."""
+"""Time beyond the timeout for which a rank waits for the one that names the missing ranks."""
 
 _ROOT = "fullshard/agreement"
 _EQUAL, _DESCRIBE, _DIFFERENT = b"=", b"?", b"!"
@@ -50,7 +50,7 @@ Compose = Callable[[Sequence[tuple[list[int], str]]], str]
 
 
 class Store(Protocol):
-    """What is used of a store of torch's."""
+    """The methods that are used of a store of torch's."""
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
@@ -89,7 +89,7 @@ class StoreAgreement:
             store: A client of this rank's own.
             ranks: The same, in the same order, on all of them.
             rank: This one.
-            timeout_s: How long to wait for a rank that does not come.
+            timeout_s: Time to wait for a rank that does not come.
             between_looks: Called again and again while this rank waits; may raise.
         """
         self._store, self._ranks, self._rank = store, tuple(ranks), rank
@@ -111,7 +111,7 @@ class StoreAgreement:
         """Return None if all ranks bring the same digest; else a message, the same on all ranks.
 
         Args:
-            digest: Of this rank's description.
+            digest: The digest of this rank's description.
             describe: Returns this rank's description; called if digests differ.
             compose: Makes the message; called on one rank if digests differ.
         """
@@ -244,7 +244,7 @@ class StoreAgreement:
         """Let all ranks that wait here, and in other comparisons, raise the same error."""
         verdict = _DIFFERENT + message.encode()
         # Ranks of several comparisons may find each other at the same time. All claim in the same order, and claim
-        # everything before they publish: who comes second at the first key claims nothing, and all get one message.
+        # everything before they publish: the second at the first key claims nothing, and all get one message.
         first, *others = sorted({self._key, *other_keys})
         claimed = [first] if self._claim(first) else []
         if claimed or self._store.check([f"{first}/verdict"]):

@@ -1,4 +1,4 @@
-"""What the watchdog has found out, for the thread that trains.
+"""The watchdog's verdict, for the thread that trains.
 
 A wait of ours is a loop: wait for a slice of time, look here, wait again. So a thread that waits for other ranks leaves
 with `DivergenceError` as soon as a divergence is proven, whatever it waits for.
@@ -12,9 +12,9 @@ import time
 from fullshard.errors import DivergenceError
 
 SLICE_S = 0.2
-"""How long a wait may last before it looks at the verdict."""
+"""Longest time of a wait before it looks at the verdict."""
 EXPLANATION_S = 40.0
-"""How long a rank that has lost another one waits for the watchdog to say why. The watchdog gives up by itself, and
+"""Time for which a rank that has lost another one waits for the watchdog's reason. The watchdog gives up by itself, and
 does so after some seconds. On a crowded machine these seconds are longer, and the reason is worth waiting for."""
 
 
@@ -23,12 +23,12 @@ class Verdict:
 
     def __init__(self) -> None:
         self.message: str | None = None
-        """Why ranks have diverged; None as long as nothing is proven."""
+        """The reason why ranks have diverged; None as long as nothing is proven."""
         self.wanted = threading.Event()
         """Set by a thread that has lost another rank, and wants to know why at once."""
         self.is_sought = False
-        """Whether that thread waits for the reason. It waits in vain for the rank that it has lost, so no time has to
-        prove that."""
+        """Whether that thread waits for the reason. The lost rank will not come, so the wait counts as in vain at once, whatever
+        its length."""
         self.is_unknown = False
         """Whether the watchdog has looked for the reason, and found none."""
         self.taken = False
@@ -39,7 +39,7 @@ class Verdict:
         """Lets the watchdog look at once."""
 
     def raise_if_diverged(self) -> None:
-        """Raise what the watchdog has proven, if anything.
+        """Raise the divergence that the watchdog has proven, if any.
 
         Raises:
             DivergenceError: ranks have diverged.

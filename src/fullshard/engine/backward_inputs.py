@@ -20,7 +20,7 @@ PASSES_WITH_INPUTS: set[object] = set()
 def with_unsharded(
     run: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return what to run a pass with named inputs with: unsharded parameters stand in the place of sharded ones.
+    """Return the function and arguments of a pass with named inputs: unsharded parameters take the place of sharded ones.
 
     The inputs are looked at before the pass since nothing on a tensor tells them in time: parameters that are
     not in the graph make autograd execute no node, so no other hook of ours would run.

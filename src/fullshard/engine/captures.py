@@ -1,4 +1,4 @@
-"""Passes that are captured in a CUDA graph: what is done at their beginning, and what is refused.
+"""Passes that are captured in a CUDA graph: the work at their beginning, and the refusals.
 
 Users capture a step with `torch.cuda.graph`, which does not announce it. So every pass asks
 (`FSDPCommContext.at_border`). A pass at the border of a capture does three things:
@@ -81,7 +81,7 @@ def _check_capturable(step: Step, *, is_known: bool) -> None:
 
 
 def obstacles_to_capture(groups: Iterable[FSDPParamGroup]) -> list[str]:
-    """Return what cannot be captured, each with the reason."""
+    """Return the obstacles to a capture, each with the reason."""
     found: dict[str, None] = {}
     for group in groups:
         if group.routes.uploads:

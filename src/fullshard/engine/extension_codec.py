@@ -53,7 +53,7 @@ from fullshard.transport.tags import tag
 _SIZES = tag("sizes of all-gather extensions")
 
 Form = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
-"""What one gather sends of a parameter: dtype and shape of each tensor."""
+"""The tensors that one gather sends of a parameter: dtype and shape of each."""
 
 
 Messages = tuple[list[Tensor], list[Tensor]]
@@ -61,7 +61,7 @@ Messages = tuple[list[Tensor], list[Tensor]]
 
 
 class _Outputs:
-    """What one form is gathered into."""
+    """Memory that one form is gathered into."""
 
     def __init__(self, inputs: Sequence[Tensor], world: int) -> None:
         self.buffers: list[Buffer] = []
@@ -85,25 +85,25 @@ class OutsideParam(ABC):
         self.param = param
         self._dtype = param.param_dtype or policy.param_dtype or param.dtype
         self.inputs: list[Tensor] = []
-        """What this rank sends; empty between gathers."""
+        """Tensors that this rank sends; empty between gathers."""
         self._outputs_of: dict[Form, _Outputs] = {}
         self._outputs: Sequence[Tensor] = ()
-        """Those of the gather in flight, or of the last one."""
+        """Outputs of the gather in flight, or of the last one."""
         self._inner: Sequence[Tensor] = ()
         self.full: Tensor | None = None
         """The full local tensor, made by the first gather; its memory comes and goes."""
 
     @abstractmethod
     def prepare(self, device: torch.device) -> None:
-        """Put what this rank sends into `inputs`; on the all-gather stream."""
+        """Put the tensors that this rank sends into `inputs`; on the all-gather stream."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Make the full parameter of what was gathered; on the all-gather stream."""
+        """Make the full parameter of the gathered outputs; on the all-gather stream."""
 
     @property
     def form_in_common(self) -> Form:
-        """The form of what is sent, but for numbers of rows that are the shard's, and so may differ between ranks."""
+        """The form of `inputs`, but for numbers of rows that are the shard's, and so may differ between ranks."""
         return tuple(
             (
                 tensor.dtype,
@@ -138,7 +138,7 @@ class OutsideParam(ABC):
         return True
 
     def messages(self, world: int) -> Messages:
-        """Take memory for the outputs; return them and what is gathered into them, as bytes."""
+        """Take memory for the outputs; return them and the inputs that are gathered into them, as bytes."""
         form = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in self.inputs)
         outputs = self._outputs_of.get(form)
         if outputs is None:
@@ -175,7 +175,7 @@ class WithExtension(OutsideParam):
     def __init__(self, param: FSDPParam, policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
         super().__init__(param, policy)
         self._told: tuple[Any, ...] = (mesh,)
-        """What the shard is told before a gather."""
+        """Arguments of the shard's `fsdp_pre_all_gather`."""
         if (
             len(inspect.signature(getattr(param.sharded_param.local, PRE_ALL_GATHER)).parameters)
             != 1
@@ -207,7 +207,7 @@ class WithExtension(OutsideParam):
         if self.full is None:
             tensor, inner = after(outputs, self._metadata, self._dtype)
             buffers = {buffer.data_ptr for buffer in self._buffers}
-            # What lies in outputs has their memory.
+            # Tensors that lie in outputs have their memory.
             self._inner = [
                 each for each in inner if each.untyped_storage().data_ptr() not in buffers
             ]
@@ -218,7 +218,7 @@ class WithExtension(OutsideParam):
             take_storages(self._inner)
             unsharded = self.param.unsharded_param
             out = self.full if unsharded is None else unsharded
-            # What autograd saved of it for backward is to see the same values again.
+            # Tensors that autograd saved of it for backward are to see the same values again.
             with torch_border.versions_kept((out, self.full, *self._inner)):
                 after(outputs, self._metadata, self._dtype, out=out)
         self._metadata = None
@@ -269,16 +269,16 @@ class Extension:
         world: int,
         device: torch.device,
     ) -> None:
-        """Gather over ``process_group``, which is None if there is nobody else, to ``device``."""
+        """Gather over ``process_group``, which is None if there is no other rank, to ``device``."""
         self.members = tuple(members)
         self._group, self._world, self._device = process_group, world, device
         self._sizes_of: dict[object, list[list[int]]] = {}
         """Bytes of each parameter's inputs, by their form: agreed on before its first gather."""
         self._sizes: list[list[int]] = []
-        """Those of the last gather."""
+        """Sizes of the last gather."""
 
     def encode(self) -> Messages:
-        """Return what to gather beside the buffer, on the current (all-gather) stream.
+        """Return the messages to gather beside the buffer, on the current (all-gather) stream.
 
         Collective the first time, and when a parameter is sent in a new form.
         """
@@ -300,7 +300,7 @@ class Extension:
         return outputs, inputs
 
     def decode(self) -> None:
-        """Make the full parameters of what was gathered; on the all-gather stream."""
+        """Make the full parameters of the gathered outputs; on the all-gather stream."""
         for member in self.members:
             member.finish()
 

@@ -22,20 +22,20 @@ from fullshard.transport.tags import Tag
 
 
 class Gather:
-    """What of one group is gathered now, by which of its routes.
+    """The present gather of one group, by one of its routes.
 
     Invariants: all memory of a gather is allocated, written and freed on the all-gather stream. At most one route of a
-    group has full parameters in memory, or on their way: `route`. ``group`` in a call is who observers are told of.
+    group has full parameters in memory, or on their way: `route`. ``group`` in a call is the one that observers are told of.
     """
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         self.route: Route | None = None
-        """The one used last: whose parameters are in memory or on their way, if any are."""
+        """The route used last: its parameters are in memory or on their way, if any are."""
         self.unfinished = False
         """Whether a gather was issued that is decoded when compute waits for it, not before."""
         self.work: Work | None = None
-        """What the host waits for then; None if the stream is ordered after the collective."""
+        """The work that the host waits for then; None if the stream is ordered after the collective."""
         self._not_before: list[Any] = []
         """Events that the next gather waits for."""
         self._below_autograd = torch_border.below_autograd()
@@ -109,7 +109,7 @@ class Gather:
                     self._decode(route, context, group)
 
     def finish(self, context: FSDPCommContext, group: Any) -> None:
-        """Order the compute stream after the gather; what was staged is decoded first.
+        """Order the compute stream after the gather; staged messages are decoded first.
 
         Before: `start`.
         """
@@ -201,7 +201,7 @@ class Gather:
 
     @property
     def aliases_shards(self) -> bool:
-        """Whether what was gathered last are the shards themselves."""
+        """Whether the parameters gathered last are the shards themselves."""
         return self.route is not None and self.route.codec.aliases_shards
 
     @property

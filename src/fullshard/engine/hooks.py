@@ -1,4 +1,4 @@
-"""Hooks around the forward of a sharded module: what happens to its inputs and outputs.
+"""Hooks around the forward of a sharded module, for its inputs and outputs.
 
     pre_forward    inputs to the device and into the compute dtype, `Step.enter`, hooks on inputs
     post_forward   outputs cast to their dtype, copies in the place of parameters, hooks on outputs, `Step.leave`

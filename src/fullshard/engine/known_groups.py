@@ -1,4 +1,4 @@
-"""The groups of this process, found by what is known of them: a parameter, a version, a state."""
+"""The groups of this process, found by a parameter, a version or a state of theirs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from fullshard.engine.param_group import FSDPParamGroup
 
 _GROUPS: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
-"""By the ids of their sharded parameters; of one that is gone, its id may have been given to another tensor."""
+"""Groups by the ids of their sharded parameters; the id of one that is gone may have been given to another tensor."""
 _ALIVE: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
-"""All there are, by their serial numbers."""
+"""All groups, by their serial numbers."""
 _GUARDED: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
-"""By the versions that their unsharded parameters have while these have no memory."""
+"""Groups by the versions that their unsharded parameters have while these have no memory."""
 
 
 def add(group: FSDPParamGroup) -> None:

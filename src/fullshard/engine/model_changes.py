@@ -1,4 +1,4 @@
-"""A count of changes of what all ranks must have in common: options, dtypes, which parameters are trainable.
+"""A count of changes of values that all ranks must have in common: options, dtypes, the set of trainable parameters.
 
 `ModelAgreement` looks at it in every forward, which costs one comparison, and compares the ranks again if it has grown.
 A change that is noted though nothing differs afterwards costs this rank a look at its own model, and no communication.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class ModelChanges:
-    """How often something has changed in the models of this process."""
+    """The count of changes in the models of this process."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""What this rank has seen of how a state is used; a rank that skips the state does the same (`skipped_forward`).
+"""This rank's observations of a state's use; a rank that skips the state does as observed (`skipped_forward`).
 
 `Step` writes in forward which states are used within which, and in backward where it comes in, and
 which parameters get gradients. Every step overwrites it, at the cost of a few attribute writes per state.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ObservedUse:
-    """How one state was used last; lives as long as the state."""
+    """The last use of one state; lives as long as the state."""
 
     def __init__(self) -> None:
         self.inner: tuple[FSDPState, ...] | None = None
@@ -28,6 +28,6 @@ class ObservedUse:
         self.returns_inner_output = False
         """Whether its output is the output of a state within it, the same tensor."""
         self.num_trainable = 0
-        """How many parameters were trainable when backward reached it."""
+        """Number of parameters that were trainable when backward reached it."""
         self.unused: Collection[FSDPParam] = ()
         """Trainable parameters that got no gradient."""

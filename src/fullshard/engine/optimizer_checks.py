@@ -1,4 +1,4 @@
-"""Which of torch's optimizers can update sharded parameters, and the refusal of those that cannot.
+"""The optimizers of torch that can update sharded parameters, and the refusal of those that cannot.
 
 An optimizer sees what a rank holds of a parameter: a DTensor (`fully_shard`), a flat piece or a
 `FlatParameter` (the wrapper). Most update each element from its own gradient and state, so that is
@@ -38,7 +38,7 @@ __all__ = ["RULES", "Rule", "check", "params_of", "warn_of_pieces"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a class of optimizers cannot update, and what to do instead."""
+    """Parameters that a class of optimizers cannot update, and the remedy."""
 
     refuses: Callable[[nn.Parameter, FSDPParamGroup], bool]
     """Whether a sharded parameter, of this group, cannot be updated."""
@@ -64,7 +64,7 @@ def _is_piece(param: nn.Parameter, group: FSDPParamGroup) -> bool:
 
 
 def _is_not_its_matrix(param: nn.Parameter, group: FSDPParamGroup) -> bool:
-    """Whether what is updated is not one full matrix: it is a part of one, or several parameters in one."""
+    """Whether the updated tensor is not one full matrix: it is a part of one, or several parameters in one."""
     return _has_part(param, group) or isinstance(param, FlatParameter)
 
 
@@ -111,7 +111,7 @@ RULES: dict[type[optim.Optimizer], Rule] = {
         "Use Adam for these parameters, or leave them out of sharding (ignored_params, ignored_states)",
     ),
 }
-"""By class. Subclasses are judged like their base, unless they have a step of their own."""
+"""Rules by class. Subclasses are judged like their base, unless they have a step of their own."""
 
 
 def check(optimizer: optim.Optimizer) -> None:
@@ -185,7 +185,7 @@ def _rule_of(cls: type[optim.Optimizer]) -> Rule | None:
 
 
 TAKES_PIECES = "takes_pieces"
-"""Attribute of a class of optimizers: whether it knows that what it updates may be a piece of a parameter."""
+"""Attribute of a class of optimizers: whether it knows that an updated tensor may be a piece of a parameter."""
 
 
 def _is_known(cls: type[optim.Optimizer]) -> bool:

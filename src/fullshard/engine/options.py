@@ -1,4 +1,4 @@
-"""What users chose for the modules of one `fully_shard` call, or for one wrapper."""
+"""The user's choices for the modules of one `fully_shard` call, or for one wrapper."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StateOptions:
-    """The choices; whoever takes one from a user goes through the method that checks it."""
+    """The choices; code that takes one from a user calls the method that checks it."""
 
     mp_policy: MixedPrecisionPolicy
     reshard_after_forward: bool
@@ -31,25 +31,25 @@ class StateOptions:
     requires_gradient_sync: bool = True
     unshard_in_backward: bool = True
     forward_prefetch: tuple[FSDPState, ...] | None = None
-    """What to gather while this state computes its forward; None for the forecast."""
+    """States to gather while this state computes its forward; None for the forecast."""
     backward_prefetch: tuple[FSDPState, ...] | None = None
-    """What to gather while this state computes its backward; None for the forecast."""
+    """States to gather while this state computes its backward; None for the forecast."""
     prefetches_late: bool = False
     """Whether backward gathers the next state when all gradients of this one have arrived, and not before."""
     max_reductions: int = 1
-    """How many reduce inputs may be in flight."""
+    """Most reduce inputs that may be in flight."""
     is_last_backward: bool = True
     """For the root: whether the end of backward releases what was kept for it."""
     manual_finalization: bool = False
     """For the root: whether the user ends backward (`backward_finalization`), and not the end of each pass."""
     post_optim_event: Any = None
-    """For the root: what the next forward's gathers wait for, instead of the current stream."""
+    """For the root: the event that the next forward's gathers wait for, instead of the current stream."""
     event_is_captured: bool = False
     """Whether `post_optim_event` was set during the capture of a CUDA graph."""
     fuse_gradients: bool = False
     """Whether linear layers write the gradients of their weights into the reduce buffer: see `fused_linear`."""
     _chosen: tuple[bool, bool, bool] | None = None
-    """Within a pipeline's step: what the user chose, and the step has changed."""
+    """Within a pipeline's step: the user's choices that the step has changed."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Choose it for this state, whatever the root would decide."""
@@ -107,7 +107,7 @@ class StateOptions:
             self.is_last_backward = False
 
     def end_microbatches(self) -> None:
-        """Choose again what the user chose."""
+        """Restore the user's choices."""
         if self._chosen is not None:
             (
                 self.requires_gradient_sync,

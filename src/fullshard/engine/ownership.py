@@ -1,4 +1,4 @@
-"""Which parameters and buffers belong to one `fully_shard` call or wrapper: all below it that no other one has taken."""
+"""The parameters and buffers that belong to one `fully_shard` call or wrapper: all below it that no other one has taken."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OwnedParam:
     """A parameter that belongs to a call."""
 
     name: str
-    """Relative to the call's module."""
+    """Its name, relative to the call's module."""
     param: nn.Parameter
     owners: list[ParamModuleInfo]
 

@@ -89,7 +89,7 @@ class FSDPParamGroup:
         self.gather_tag = tag(f"all-gather of {name}")
         """Names the group fully in a model's forward, and the model if its ranks have several: see `Step.agree`."""
         self.shard_device, pinned = device, False
-        """Where the shards are between uses."""
+        """The device of the shards between uses."""
         if isinstance(offload_policy, CPUOffloadPolicy) and device.type != "cpu":
             self.shard_device, pinned = torch.device("cpu"), offload_policy.pin_memory
         self.shards = ShardStorage(
@@ -134,7 +134,7 @@ class FSDPParamGroup:
         self._ordered_version = 0
         """The version of the shards up to which the all-gather stream waits for what writes them."""
         self._may_stay = False
-        """Whether what was gathered last may be used by later forwards, too; see `outdated`."""
+        """Whether the parameters gathered last may be used by later forwards, too; see `outdated`."""
 
     # --- sharded ----------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class FSDPParamGroup:
 
     @torch.no_grad()
     def _notice_attributes(self) -> None:
-        """Use what users have given the shards after sharding: all-gather extensions, dtypes of gradients.
+        """Use attributes that users have given the shards after sharding: all-gather extensions, dtypes of gradients.
 
         Before: any state. After: if there is something new, SHARDED.
         """
@@ -186,7 +186,7 @@ class FSDPParamGroup:
         self.routes.transport = transport
 
     def set_codec(self, codec: Callable[..., Recoded] | None) -> None:
-        """Encode and decode what lies in buffers by a codec, made as `Recoded` is, from now on; None for `Cast`."""
+        """Encode and decode parameters in buffers by a codec, made as `Recoded` is, from now on; None for `Cast`."""
         self._change_routes()
         self.routes.codec = codec
 
@@ -210,7 +210,7 @@ class FSDPParamGroup:
         self.change_reduction(transport=transport)
 
     def change_reduction(self, **changes: Any) -> None:
-        """Change settings of how gradients are reduced, from the next reduction on."""
+        """Change settings of the reductions, from the next reduction on."""
         self.reduction.settings = replace(self.reduction.settings, **changes)
         if changes.keys() != {"all_reduce"}:  # differs from one microbatch to the next
             CHANGES.note()
@@ -252,7 +252,7 @@ class FSDPParamGroup:
             self.repack()
 
     def _notice_sharded_put_back(self) -> None:
-        """Notice that sharded parameters are back on the modules though nobody told us.
+        """Notice that sharded parameters are back on the modules, put there by other code.
 
         `torch.func.functional_call` puts back what was there before: sharded parameters, if it was given these.
         """
@@ -265,7 +265,7 @@ class FSDPParamGroup:
         return self.sharded_state is not _UNSHARDED and not self.full_params_installed
 
     def refresh_shards(self) -> None:
-        """Adopt what users have made of the sharded parameters, for all who read or write shards outside of a step.
+        """Adopt users' changes of the sharded parameters, for callers that read or write shards outside of a step.
 
         Before: any state, but no full parameters are installed. After: SHARDED; the sharded parameters are those
         on the modules, and lie in the shard buffer.
@@ -312,7 +312,7 @@ class FSDPParamGroup:
 
     @property
     def observer(self) -> StepObserver | None:
-        """What is told of the model's steps; None also before its first forward."""
+        """The observer of the model's steps; None also before its first forward."""
         return None if self._context is None else self._context.observer
 
     # --- unshard ----------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class FSDPParamGroup:
             return [*map(_trainable_of, self.shards.leaves)]
 
     def reshard_if_written(self) -> bool:
-        """Reshard what was gathered from shards that have been written since; return whether it was.
+        """Reshard parameters gathered from shards that have been written since; return whether there were any.
 
         Before: any state. After: SHARDED, or gathered from what the shards are now.
         """
@@ -421,7 +421,7 @@ class FSDPParamGroup:
         self.gather.not_before(event)
 
     def _wait_for_gather(self) -> None:
-        """Order the compute stream after the gather; what was staged is decoded first.
+        """Order the compute stream after the gather; staged messages are decoded first.
 
         Before: any state. After: not GATHERING.
         """
@@ -558,7 +558,7 @@ class FSDPParamGroup:
         CHANGES.note()
 
     def drop_post_forward_shard(self) -> None:
-        """Give back what was kept for a backward to gather from, unless it is being gathered.
+        """Give back the post-forward shard kept for a backward to gather from, unless it is being gathered.
 
         Before: any state. After: SHARDED instead of SHARDED_POST_FORWARD; others are as they were.
         """

@@ -43,14 +43,14 @@ _TOLERANCE = 1e-3
 """Relative. Norms of equal gradients may differ in their last digits, as kernels add in different orders."""
 _SAMPLES = 16
 _PATIENCE_S = 2.0
-"""How long a rank waits for the next one."""
+"""Time for which a rank waits for the next one."""
 _FIRST_LOOK_S = 0.001
 
 _LOOKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""At how many steps an optimizer's parameters were looked through."""
+"""Number of steps at which an optimizer's parameters were looked through."""
 
 Numbers = list[float]
-"""Of one gradient: its norm and some elements."""
+"""Numbers of one gradient: its norm and some elements."""
 
 
 def mark_ignored(param: Tensor) -> None:
@@ -143,7 +143,7 @@ def _are_equal(mine: Numbers, theirs: Numbers) -> bool:
 
 
 def _of_next_ranks(own: str, groups: Iterable[ProcessGroup]) -> list[list[list[list[float]]]]:
-    """Bring ``own``, and return what the next rank of each group has brought, if it comes in time.
+    """Bring ``own``, and return the numbers of the next rank of each group, if it comes in time.
 
     Keys are below ``fullshard/plain/<ranks>/``. A rank counts in the store how often it has come, also in process groups that
     are made again. Only the rank before reads a rank's key, and deletes it.

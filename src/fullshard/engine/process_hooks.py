@@ -1,4 +1,4 @@
-"""Hooks on torch itself, for what no hook on a module or parameter can notice.
+"""Hooks on torch itself, for events that no hook on a module or parameter can notice.
 
     optimizer.step()      the optimizer cannot update shards (`optimizer_checks`), or has tensors that are not the
                           model's parameters, or gradients that were not reduced (`plain_params`, too); writes that no
@@ -77,7 +77,7 @@ def _install() -> None:
 # --- optimizers -----------------------------------------------------------------------------------
 
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
-"""How many parameters an optimizer had when it was checked."""
+"""Per optimizer, the number of parameters in each of its groups when it was checked."""
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -140,7 +140,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         monitor().optimizer_ended(optimizer)
     if isinstance(optimizer, torch_border.DelegatingOptimizer):
         return  # does so itself
-    # Of every parameter in every step, so without a call of `group_of`.
+    # For every parameter in every step, so without a call of `group_of`.
     written = [
         param
         for param in params_of(optimizer)
@@ -150,7 +150,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _group_sizes(optimizer: Optimizer) -> tuple[int, ...]:
-    """Return how many parameters each group has: what changes when parameters join or leave."""
+    """Return the number of parameters of each group, which changes when parameters join or leave."""
     return tuple([len(group["params"]) for group in optimizer.param_groups])
 
 
@@ -174,7 +174,7 @@ def _cleared_by_module(module: nn.Module, set_to_none: bool) -> None:
 # --- modules and parameters that join a model -----------------------------------------------------
 
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
-"""Modules of sharded models, and what to call when something joins them."""
+"""Modules of sharded models, and the functions to call when something joins them."""
 
 
 def watch(modules: Iterable[nn.Module], changed: Callable[[], None]) -> None:

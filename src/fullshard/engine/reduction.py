@@ -8,7 +8,7 @@
 
 `.grad` of unsharded parameters is taken here and nowhere else. `reduce_buffer` decides how gradients lie, `transports` how
 they travel; `streams` keeps reductions in flight and finishes them. Gradients that wait for a later backward are in
-`unreduced_gradients`, what users choose and what only runs then in `reduction_state`.
+`unreduced_gradients`, users' choices and code that only runs then in `reduction_state`.
 
 [Note: narrow on the wire]
 A reduce-scatter sums in the dtype it carries. To send bf16 and sum in fp32, an exchange (all-to-all)
@@ -75,7 +75,7 @@ _dtensor, _spec_of = torch_border.dtensor, torch_border.spec_of
 
 
 class Reduction(ReductionState):
-    """How one group's gradients are reduced; lives as long as the group."""
+    """The reductions of one group's gradients; lives as long as the group."""
 
     # --- each backward ----------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class Reduction(ReductionState):
         return gradients
 
     def _transport(self) -> Transport | None:
-        """Return how messages travel; None if they stay on this rank, or a user's function does the whole reduction."""
+        """Return the transport of messages; None if they stay on this rank, or a user's function does the whole reduction."""
         settings = self.settings
         group = settings.process_group
         if group is None or settings.replacement is not None:
@@ -261,7 +261,7 @@ class Reduction(ReductionState):
         return found
 
     def _prepare(self, bucket: ReduceBucket, flight: ReductionInFlight) -> Part:
-        """Take memory for what a bucket's collective brings, on the compute stream."""
+        """Take memory for the outputs of a bucket's collective, on the compute stream."""
         settings, transport, info = flight.settings, flight.transport, self.mesh_info
         receives = transport is not None and transport.sums_at_receiver
         rule = UNDIVIDED
@@ -304,7 +304,7 @@ class Reduction(ReductionState):
 
 
 class ReductionInFlight:
-    """One reduction of one group's gradients: what is in flight of it, until the compute stream has waited (`InFlight`).
+    """One reduction of one group's gradients, in flight until the compute stream has waited for it (`InFlight`).
 
     It owns the reduce buffer's memory and everything its streams touch until then ([Note: memory and streams], rule 2).
     On devices with streams, `Reduction.reduce` issues everything, and the rest only orders the compute stream. On the CPU,
@@ -321,7 +321,7 @@ class ReductionInFlight:
         context, settings = reduction.context, reduction.settings
         self._reduction, self._context, self._events = reduction, context, reduction.events
         self.settings = settings
-        """What a user changes counts from the next reduction on."""
+        """The settings of this reduction; a user's changes count from the next one on."""
         self.transport, self.buffer, self.buckets = transport, buffer, buckets
         self.is_replicated = reduction.mesh_info.replicate_process_group is not None
         self._marks_end = self.is_replicated or settings.hook is not None

@@ -1,7 +1,7 @@
-"""What outlasts a group's reductions, and what plain steps do not run; `reduction` is the step's half.
+"""State that outlasts a group's reductions, and code that plain steps do not run; `reduction` is the step's half.
 
 ReduceSettings, DivideRule   values that users set, replaced whole; how a sum becomes a mean
-GradientDtypes               in which dtypes gradients wait, travel, are summed and end
+GradientDtypes               dtypes in which gradients wait, travel, are summed and end
 Part; staged, bring_out, ..  memory of a reduction; ways that copy once more, users' functions, the way to host memory
 ReductionState               the reduce buffer, and what backward has written into it
 """
@@ -42,14 +42,14 @@ from fullshard.transport.works import as_real
 
 @dataclass(frozen=True, slots=True)
 class ActiveRanks:
-    """Which of the ranks that reduce a group's gradients have data; see `fullshard.join`."""
+    """The ranks with data, among those that reduce a group's gradients; see `fullshard.join`."""
 
     this_rank: bool
-    """Whether this rank has. If not, its gradients are zeros."""
+    """Whether this rank has data. If not, its gradients are zeros."""
     number: int
-    """How many have; at least one."""
+    """Number of ranks with data; at least one."""
     of: int
-    """How many reduce these gradients."""
+    """Number of ranks that reduce these gradients."""
 
     @property
     def fraction(self) -> float:
@@ -59,7 +59,7 @@ class ActiveRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceSettings:
-    """How one group's gradients are combined across ranks; replaced whole when a user changes one."""
+    """Settings for combining one group's gradients across ranks; replaced whole when a user changes one."""
 
     process_group: ProcessGroup | None
     """The group of the reduce-scatter; None if nothing is sharded over several ranks."""
@@ -92,7 +92,7 @@ class ReduceSettings:
 
     @property
     def active_fraction(self) -> float:
-        """Divisor of a reduced gradient besides the number of ranks; 1 if the user has chosen what sums are divided by."""
+        """Divisor of a reduced gradient besides the number of ranks; 1 if the user has set a divisor (`divide_by`)."""
         return 1.0 if self.active is None or self.divide_by is not None else self.active.fraction
 
 
@@ -101,14 +101,14 @@ class ReduceSettings:
 
 @dataclass(frozen=True, slots=True)
 class DivideRule:
-    """How a sum over ranks becomes a mean without leaving the range of its dtype."""
+    """A rule that makes a sum over ranks a mean without leaving the range of its dtype."""
 
     before: float
     """Divisor before the sum; 1 for none."""
     after: float
     """Divisor after the sum; 1 for none."""
     op: ReduceOp.RedOpType
-    """What the collectives compute."""
+    """The operation of the collectives."""
 
 
 UNDIVIDED = DivideRule(1, 1, ReduceOp.SUM)
@@ -167,7 +167,7 @@ class GradientDtypes:
     def derive(self, policy: MixedPrecisionPolicy, compute_dtypes: Sequence[torch.dtype]) -> bool:
         """Derive all from the policy and the parameters' dtypes, and return whether a reduce buffer must be made anew."""
         self._given, self._compute = policy.reduce_dtype, [*compute_dtypes]
-        # What stays on its rank is not rounded.
+        # Gradients that stay on their rank are not rounded.
         before = self.wire
         self.wire = policy.wire_dtype if self._mesh_info.shard_mesh_size > 1 else None
         self._own = [param.sharded_param.grad_dtype for param in self._params]
@@ -207,7 +207,7 @@ class GradientDtypes:
         return [own or self.arrived[index] for index, own in enumerate(self._own)]
 
     def _summed_together(self, dtypes: list[torch.dtype]) -> list[torch.dtype]:
-        """Return in which dtypes gradients are reduced that are added up in ``dtypes``.
+        """Return the dtypes in which gradients are reduced that are added up in ``dtypes``.
 
         Parameters of one dtype whose gradients differ are reduced together, in the dtype that holds all of them.
         """
@@ -250,9 +250,9 @@ class Part:
     bucket: ReduceBucket
     rule: DivideRule
     inputs: Sequence[Tensor]
-    """What the collective reads."""
+    """Tensors that the collective reads."""
     outputs: Sequence[Tensor]
-    """What it writes: views of `reduced`, or memory that is brought into `totals`."""
+    """Tensors that it writes: views of `reduced`, or memory that is brought into `totals`."""
     reduced: Tensor
     """This rank's reduced gradients, in the reduce dtype."""
     lent: Sequence[Tensor] = ()
@@ -350,7 +350,7 @@ def download(gradients: Tensor, sharded_params: Sequence[ShardedParam], *, pinne
 
 
 def all_reduce_bytes(nbytes: int, ranks: int) -> int:
-    """Return what each of ``ranks`` sends to sum ``nbytes``: all shards but its own, and that once summed to all."""
+    """Return the bytes that each of ``ranks`` sends to sum ``nbytes``: all shards but its own, and that once summed to all."""
     return 2 * (ranks - 1) * nbytes // ranks
 
 
@@ -375,7 +375,7 @@ class ReduceEvents:
 
 
 class ReductionState:
-    """What outlasts one group's reductions, and what plain steps do not run: the other half of `Reduction`."""
+    """State that outlasts one group's reductions, and code that plain steps do not run: the other half of `Reduction`."""
 
     def __init__(
         self,
@@ -394,7 +394,7 @@ class ReductionState:
             params: The group's parameters.
             layout: The layout of all of them.
             mesh_info: The ranks over which they are sharded and replicated.
-            device: Where gradients are computed.
+            device: The device on which gradients are computed.
             by_segment: Whether all parameters of a segment get one sharded gradient. Then all are always reduced.
             low_precision: Whether sharded gradients are in the compute dtype: see `GradientDtypes.gradient`.
             pinned: Whether gradients that go to host memory go to page-locked memory.
@@ -447,9 +447,9 @@ class ReductionState:
         self._buffer = None
 
     def set_active_ranks(self, active: ActiveRanks | None) -> None:
-        """Choose whose gradients count from the next backward on; None for those of all ranks.
+        """Choose the ranks whose gradients count from the next backward on; None for all ranks.
 
-        Those that wait were added up when others counted. They are scaled, so that the next reduction divides
+        Gradients that wait were added up when other ranks counted. They are scaled, so that the next reduction divides
         the gradients of each backward by the number of ranks that were active then.
         """
         if active != self.settings.active:
@@ -503,7 +503,7 @@ class ReductionState:
 
     @property
     def arrangement(self) -> Arrangement:
-        """How gradients lie from the next buffer on; a row of the table in `reduce_buffer`."""
+        """The arrangement of gradients from the next buffer on; a row of the table in `reduce_buffer`."""
         transport = self.settings.transport
         return arrangement(
             self._layout,
@@ -528,7 +528,7 @@ class ReductionState:
         return self._writes_products and lies_in_one_piece(slot, rank_major=rank_major)
 
     def place_for_product(self, index: int, *, reduced: bool) -> tuple[Tensor, bool] | None:
-        """Return where backward is to write a gradient now, and whether it adds to what is there; None for nowhere.
+        """Return the memory that backward is to write a gradient to, and whether it adds to one there; None for no memory.
 
         On the compute stream, for a parameter that `takes_product`. With ``reduced``, this backward reduces the group;
         otherwise the gradient waits with those of other microbatches, and a sum that waits is added to there.
@@ -563,7 +563,7 @@ class ReductionState:
         return self._open is not None
 
     def _withdraw_products(self, gradients: dict[int, Tensor]) -> None:
-        """Add what was written into the open buffer to ``gradients``, and give its memory back."""
+        """Add the gradients written into the open buffer to ``gradients``, and give its memory back."""
         buffer, self._open = self._open, None
         assert buffer is not None, "it was written into"
         for index in sorted(self._written):

@@ -1,4 +1,4 @@
-"""The model of one root: what its step needs to know of it, and what is looked at when it has changed."""
+"""The model of one root: its step's knowledge of it, and the checks when it has changed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RootModel:
     # --- before a forward ---------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Look at what may have changed since the last forward: modules, dropout, whatever ranks must have in common."""
+        """Look for changes since the last forward: modules, dropout, whatever ranks must have in common."""
         if self.tree_changed:
             self._check_tree()
         if self.may_drop and not torch.is_grad_enabled():

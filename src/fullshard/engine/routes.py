@@ -43,7 +43,7 @@ SMALL = 32 * 2**20
 
 
 class Route:
-    """Codec and transport from one source, and what its gathers have staged in the transport's memory."""
+    """Codec and transport from one source, and its gathers' staged messages in the transport's memory."""
 
     __slots__ = ("__weakref__", "beside", "codec", "is_small", "rows", "staged", "transport")
 
@@ -57,7 +57,7 @@ class Route:
         self.staged: Tensor | None = None
         """Memory of the transport, from encoding to decoding: kept, so that nothing else gets it meanwhile."""
         self.rows: Tensor | None = None
-        """The same as bytes of shape (world, bytes of one rank)."""
+        """`staged` as bytes of shape (world, bytes of one rank)."""
 
     def gather_in_one_message(
         self,
@@ -68,7 +68,7 @@ class Route:
         *,
         async_op: bool,
     ) -> Work | None:
-        """Encode in memory of a transport that does not gather in place, and gather there; ``group`` is who is observed."""
+        """Encode in memory of a transport that does not gather in place, and gather there; ``group`` is the one observed."""
         codec, transport = self.codec, self.transport
         assert transport is not None, "there are other ranks"
         # One message per call is all such a transport promises, so extra messages are calls of their own. They
@@ -106,12 +106,12 @@ class Route:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory for it now, a transport's included; what travels beside it has its own."""
+        """Bytes of memory for it now, a transport's included; parameters beside it have their own."""
         return self.codec.held_bytes + (0 if self.staged is None else self.staged.nbytes)
 
 
 class PostForwardShard:
-    """What a rank keeps of the gathered parameters from forward to backward, to gather over fewer ranks.
+    """This rank's shard of the gathered parameters, kept from forward to backward, to gather over fewer ranks.
 
         layout over 4 ranks   | 0 | 1 | 2 | 3 |      between steps, and gathered for forward
         layout over 2 of them |   0   |   1   |      kept after forward by ranks 0, 1 and again by 2, 3
@@ -136,7 +136,7 @@ class PostForwardShard:
 
     @property
     def size(self) -> int:
-        """Over how many ranks it is sharded."""
+        """Number of ranks over which it is sharded."""
         return self._layout.world
 
     @property
@@ -223,11 +223,11 @@ class GatherTraffic(NamedTuple):
     memory: int
     """Bytes of the full parameters in the compute dtypes, with padding; 0 if the shards themselves are used."""
     received: int
-    """From other ranks. Parameters with an all-gather extension are counted once they have been gathered."""
+    """Bytes from other ranks. Parameters with an all-gather extension are counted once they have been gathered."""
 
 
 class Routes:
-    """How one group is gathered; lives as long as the group."""
+    """The routes of one group's gathers; lives as long as the group."""
 
     def __init__(
         self,
@@ -246,9 +246,9 @@ class Routes:
         self._mesh_info, self._device = mesh_info, device
         self._context: FSDPCommContext | None = None
         self.transport: Transport | None = None
-        """How messages travel, if not by the process group's own collectives."""
+        """The transport of messages; None for the process group's own collectives."""
         self.codec: Callable[..., Recoded] | None = None
-        """Makes the codec of what lies in buffers, if it is not `Cast`."""
+        """Makes the codec of parameters in buffers, if it is not `Cast`."""
         self.keeps_memory = False
         """Whether gathered memory stays when it is released, so that it has the same address at every gather."""
         self.compute_dtypes: list[torch.dtype] = []
@@ -267,7 +267,7 @@ class Routes:
 
     @property
     def custom(self) -> Any:
-        """What the user has chosen to gather with: a comm object, or a transport; None for the default."""
+        """The user's comm object or transport to gather with; None for the default."""
         return None if self.transport is None else self.transport.identity
 
     def connect(self, context: FSDPCommContext) -> None:
@@ -405,12 +405,12 @@ class Routes:
         return late
 
     def traffic(self) -> GatherTraffic:
-        """Return what gathering takes, on any device and before anything has been gathered.
+        """Return the bytes of a gather, on any device and before anything has been gathered.
 
         Read off a buffer without memory that is made as the real one is.
         """
         memory = received = 0
-        # By the device that shards are to be on: they may still be on the meta device.
+        # The device that shards are to be on counts: they may still be on the meta device.
         if not self._shards_are_full or self._shards.device != self._device:
             codec = self._codec_on(torch.device("meta"))
             memory, received = codec.nbytes, codec.received_bytes

@@ -47,7 +47,7 @@ FORWARD = -1
 
 
 class Call(Generic[Unit]):
-    """One use of a unit in forward, or what its backward adds to the graph: [Note: gradients of gradients].
+    """One use of a unit in forward, or the work that its backward adds to the graph: [Note: gradients of gradients].
 
     Lives as long as backward may reach it: the hooks on the call's outputs hold it, and the graph holds the hooks. It
     refers to its unit weakly, so that a graph that outlives its model does not keep the model.
@@ -61,7 +61,7 @@ class Call(Generic[Unit]):
         made_in: int = FORWARD,
     ) -> None:
         self.living_unit = weakref.ref(unit)
-        """Returns who was called, or None if the model is gone."""
+        """Returns the unit that was called, or None if the model is gone."""
         self.begin = begin
         self.made_in = made_in
         """The backward pass that made it: by recomputation, or by adding to the graph. Or `FORWARD`."""
@@ -70,7 +70,7 @@ class Call(Generic[Unit]):
         self.previous = previous
         """The call that ended just before this one, in the same forward."""
         self.gathered_before = previous
-        """The same, without calls that `look_past` has found to need no gather in backward."""
+        """As `previous`, without calls that `look_past` has found to need no gather in backward."""
         self.has_backward = False
         """Whether an output can receive a gradient."""
         self.finished_in = -1
@@ -103,9 +103,9 @@ class Schedule(Generic[Unit]):
         """Whether this forward has used units in the order of the previous one so far."""
         self._in_forward = False
         self._place = 0
-        """In the previous order, behind the unit that was entered last."""
+        """The place in the previous order, behind the unit that was entered last."""
         self._next = 0
-        """... and that of the unit to be gathered next, not before `_place`."""
+        """The place of the unit to be gathered next, not before `_place`."""
         self._last_ended: Call[Unit] | None = None
         self._latest: dict[Unit, Call[Unit]] = {}
 
@@ -145,7 +145,7 @@ class Schedule(Generic[Unit]):
         return call, self._find_next(unit, needs_gather) if self.on_track else None
 
     def _find_place(self, unit: Unit, needs_gather: Callable[[Unit], bool]) -> bool:
-        """Find ``unit`` in the previous order, behind what needs no gather; return whether the order still holds."""
+        """Find ``unit`` in the previous order, behind units that need no gather; return whether the order still holds."""
         previous, place = self._previous_order, self._place
         while place < len(previous) and previous[place] is not unit:
             if needs_gather(previous[place]):
@@ -157,7 +157,7 @@ class Schedule(Generic[Unit]):
         return True
 
     def _find_next(self, unit: Unit, needs_gather: Callable[[Unit], bool]) -> Unit | None:
-        """Return what the previous order says is gathered after ``unit``, maybe the same unit once more."""
+        """Return the unit that the previous order gathers after ``unit``, maybe the same unit once more."""
         previous, following = self._previous_order, self._next
         if following < self._place:
             following = self._place

@@ -1,4 +1,4 @@
-"""Gradients of gradients: what backward passes add to graphs, and the passes that come through it later.
+"""Gradients of gradients: the work that backward passes add to graphs, and the passes that come through it later.
 
 [Note: gradients of gradients]
 A backward pass with ``create_graph=True`` makes new nodes, and these use the parameters of the unit
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class SecondOrder:
-    """What the passes of one model have added to graphs, and no pass has executed yet."""
+    """The work that passes of one model have added to graphs, and no pass has executed yet."""
 
     def __init__(self, step: Step) -> None:
         self._step = weakref.ref(step)
@@ -45,7 +45,7 @@ class SecondOrder:
 
     @staticmethod
     def of(step: Step) -> SecondOrder:
-        """Return the step's, made at the first pass that makes a graph."""
+        """Return the step's instance, made at the first pass that makes a graph."""
         if step.second_order is None:
             step.second_order = SecondOrder(step)
         return step.second_order
@@ -58,11 +58,11 @@ class SecondOrder:
         return step
 
     def awaited(self, backward_pass: int) -> bool:
-        """Whether the pass may execute what another pass has added."""
+        """Whether the pass may execute work that another pass has added."""
         return any(call.made_in != backward_pass for call in self._awaited)
 
     def add(self, state: FSDPState, this_pass: int) -> None:
-        """Note that the pass now running adds to the graph what ``state`` computes."""
+        """Note that the pass now running adds the work of ``state`` to the graph."""
         if state in self._of_pass:
             return
         call = self.step.schedule.in_backward(state, this_pass, self._latest)
@@ -71,7 +71,7 @@ class SecondOrder:
         self._awaited.add(call)
 
     def reach(self, call: Call[FSDPState]) -> None:
-        """Begin to execute what an earlier pass has added for ``call``, maybe not for the first time.
+        """Begin to execute work that an earlier pass has added for ``call``, maybe not for the first time.
 
         That may have been a pass of the module alone, before a root around it took its state over.
         """
@@ -102,7 +102,7 @@ class SecondOrder:
     def watch(self, parts: Sequence[Tensor], state: FSDPState | None) -> None:
         """Have states reached again when a later pass comes through a gradient of this one.
 
-        That pass then executes what states have added to the graph up to here: those in backward now,
+        That pass then executes the work that states have added to the graph up to here: those in backward now,
         those in whose forward this pass runs, and the given one.
         """
         self._watch(parts, self._added(torch_border.backward_pass_id(), state))
@@ -114,7 +114,7 @@ class SecondOrder:
             part.register_hook(hook)
 
     def _added(self, this_pass: int, state: FSDPState | None = None) -> list[Call[FSDPState]]:
-        """Return what the states that are in backward now have added to the graph; see `watch`."""
+        """Return the calls for the work that the states in backward now have added to the graph; see `watch`."""
         step, calls = self.step, []
         for each in step.states:
             if each.in_forward:
@@ -124,13 +124,13 @@ class SecondOrder:
         return calls
 
     def note_added_at_end(self, this_pass: int) -> None:
-        """Have the results of the pass that ends now watched, for what states have added to the graph."""
+        """Have the results of the pass that ends now watched, for the work that states have added to the graph."""
         if self._latest is not None:
             ADDED_AT_END.extend(self._added(this_pass))
 
 
 ADDED_AT_END: list[Call[FSDPState]] = []
-"""What states that were in backward when a pass ended have added to the graph, until its results are watched."""
+"""Calls for the work that states in backward at the end of a pass have added to the graph, until its results are watched."""
 
 
 def watch_results(gradients: Sequence[Tensor | None]) -> None:

@@ -1,4 +1,4 @@
-"""The life of a group of parameters: the states it can be in, and which may follow which.
+"""The life of a group of parameters: the states it can be in, and the changes between them.
 
     SHARDED --> GATHERING --> GATHERED <--> UNSHARDED
        ^ ^          ^             |
@@ -17,7 +17,7 @@ import enum
 
 
 class ShardedState(enum.Enum):
-    """What of a group's parameters is in memory, and which of them are on the modules."""
+    """The parameters of a group that are in memory, sharded or full, and those that are on the modules."""
 
     SHARDED = "sharded"
     """Shards only. The sharded parameters are on the modules, as in all states but UNSHARDED."""
@@ -26,7 +26,7 @@ class ShardedState(enum.Enum):
     GATHERED = "gathered"
     """The full parameters are in memory and compute may read them, as backward does."""
     UNSHARDED = "unsharded"
-    """The same, and the unsharded parameters are on the modules."""
+    """As GATHERED, and the unsharded parameters are on the modules."""
     SHARDED_POST_FORWARD = "sharded post-forward"
     """Shards, and a post-forward shard from which backward gathers."""
 
@@ -40,7 +40,7 @@ TRANSITIONS: dict[ShardedState, frozenset[ShardedState]] = {
     ShardedState.UNSHARDED: frozenset({ShardedState.GATHERED}),
     ShardedState.SHARDED_POST_FORWARD: frozenset({ShardedState.GATHERING, ShardedState.SHARDED}),
 }
-"""By state, those that may follow it. The tests check every change of every group: `tests/helpers/life_cycle.py`."""
+"""For each state, those that may follow it. The tests check every change of every group: `tests/helpers/life_cycle.py`."""
 
 
 class Retention(enum.Enum):

@@ -28,13 +28,13 @@ IgnoredParams = Mapping[nn.Module, Collection[str]]
 
 
 class FSDPState:
-    """What one `fully_shard` call put on a module, or on several that share groups.
+    """The state that one `fully_shard` call put on a module, or on several that share groups.
 
     Lives as long as the modules.
     """
 
     num_made: ClassVar[int] = 0
-    """In this process, on models that exist or not."""
+    """Number of states made in this process, on models that exist or not."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class FSDPState:
         self.summoned = False
         """Whether the modules are within `summon_full_params`."""
         self.original_buffer_dtypes: Mapping[tuple[nn.Module, str], torch.dtype] = {}
-        """By owner and name, the dtypes of buffers before they were cast for compute."""
+        """The dtypes of buffers before they were cast for compute, by owner and name."""
 
         self.load_errors: list[str] = []
-        """What torch will say of the state dict that is being loaded."""
+        """Errors that torch will report of the state dict that is being loaded."""
 
         self.training_state = TrainingState.IDLE
         self.call: Call[FSDPState] | None = None
@@ -75,11 +75,11 @@ class FSDPState:
         self.modules_run: set[nn.Module] = set()
         """The modules whose forward has ended in this call."""
         self.retention = Retention.NONE
-        """How long gathered memory stays that is not used now."""
+        """The stay of gathered memory that is not used now."""
         self.written_in_forward = False
         """Whether its parameters were once written between a gather in forward and their use: [Note: writes in forward]."""
         self.use = ObservedUse()
-        """How it was used last, for forwards that are skipped."""
+        """Its last use, for forwards that are skipped."""
         self.recomputes = False
         """Whether a backward has been seen to run this state's forward again."""
         self.awaited: set[int] = set()
@@ -98,7 +98,7 @@ class FSDPState:
 
     @property
     def gathered(self) -> bool:
-        """Whether the whole parameters are in memory or on their way."""
+        """Whether the full parameters are in memory or on their way."""
         return any(group.gathered for group in self.groups)
 
     def wait_for_unshard(self) -> None:
@@ -107,12 +107,12 @@ class FSDPState:
             group.wait()
 
     def use_sharded_params(self) -> None:
-        """Put the sharded parameters on the modules and keep the memory of the whole ones."""
+        """Put the sharded parameters on the modules and keep the memory of the unsharded ones."""
         for group in self.groups:
             group.use_sharded_params()
 
     def reshard(self) -> None:
-        """Put the sharded parameters on the modules and give the memory of the whole ones back."""
+        """Put the sharded parameters on the modules and give the memory of the unsharded ones back."""
         for group in self.groups:
             group.reshard()
 

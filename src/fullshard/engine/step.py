@@ -110,7 +110,7 @@ class ReachedState:
     def __init__(self, backward_pass: int, state: FSDPState) -> None:
         self.backward_pass = backward_pass
         self.calls: list[Call[FSDPState]] = []
-        """Through whose outputs backward came."""
+        """Calls through whose outputs backward came."""
         changes, trainable = state.trainable_ids
         if changes != CHANGES.count:
             params = (param for group in state.groups for param in group.params)
@@ -137,7 +137,7 @@ class ReachedState:
 
 
 class Step:
-    """The steps of one root's model: what is gathered, waited for, given back and reduced, and in which order.
+    """The steps of one root's model: their gathers, waits, releases and reductions, and the order of these.
 
     Made at the first forward of the outermost state, the root, and shared by all states below it.
     """
@@ -168,7 +168,7 @@ class Step:
         self._has_run_backward = False
         """Whether a pass has ended."""
         self.second_order: SecondOrder | None = None
-        """What passes have added to graphs; None until one does, as with ``create_graph=True``."""
+        """Work that passes have added to graphs; None until one adds some, as with ``create_graph=True``."""
         self.awaits_finalization = False
         """Whether passes have ended whose backward the user has not finalized."""
         self.num_resets = 0
@@ -301,7 +301,7 @@ class Step:
                 self._end_forward()
 
     def _note_inner(self, state: FSDPState) -> None:
-        """Note what was used within a forward that has ended; one that an exception ended tells nothing."""
+        """Note the states used within a forward that has ended; one that an exception ended tells nothing."""
         while self._forwards:
             running, inner = self._forwards.pop()
             if running is state:
@@ -423,7 +423,7 @@ class Step:
         return tuple([group.ensure_unsharded(may_stay=stays) for group in groups])
 
     def _claim(self, state: FSDPState) -> None:
-        """Let what was gathered on a forecast, or kept until the next gather, be used now."""
+        """Let memory that was gathered on a forecast, or kept until the next gather, be used now."""
         if state.retention is _FORECAST:
             state.retention = _NONE
         elif state.retention is _NEXT_GATHER:
@@ -440,7 +440,7 @@ class Step:
         )
 
     def before(self, state: FSDPState, call: Call[FSDPState]) -> Sequence[FSDPState]:
-        """Return the states whose backward comes after that of ``call``: what to gather while ``state`` computes."""
+        """Return the states whose backward comes after that of ``call``, to gather while ``state`` computes."""
         chosen = state.options.backward_prefetch
         if chosen is not None:
             return chosen
@@ -464,7 +464,7 @@ class Step:
                 state.reshard()
 
     def _give_back_last(self) -> None:
-        """Give back what was kept until the next gather, which has been issued or does not come."""
+        """Give back memory kept until the next gather, which has been issued or does not come."""
         state, self._left_last = self._left_last, None
         if state is not None:
             state.retention = _NONE
@@ -676,7 +676,7 @@ class Step:
         for state in self.states:
             if state.step is not self:
                 continue
-            # Backward did not reach it here, but may have on other ranks; or nobody told of its last products.
+            # No hook has told of its last products; or backward did not reach it here, but may have on other ranks.
             if (state in self._to_be_reduced and _has_products(state)) or (
                 state not in self._reduced
                 and any(group.reduction.settings.zero_unused for group in state.groups)
@@ -720,7 +720,7 @@ class Step:
             observer.ends("root_post_backward_callback", None)
 
     def _give_back(self, *, is_last: bool) -> None:
-        """Give back what was gathered and not used, and if the backward was the last one, what was kept for it."""
+        """Give back memory that was gathered and not used, and if the backward was the last one, memory kept for it."""
         self._give_back_last()
         self._drop_forecast()
         for state in self.states:
@@ -743,7 +743,7 @@ class Step:
                         group.drop_post_forward_shard()
 
     def reduce_microbatches(self, states: Sequence[FSDPState]) -> None:
-        """Reduce what several backwards have added up; `end_backward` comes next."""
+        """Reduce gradients that several backwards have added up; `end_backward` comes next."""
         POSITION.phase = "backward"
         try:
             # About the order of a backward pass, and the same on all ranks.
@@ -803,7 +803,7 @@ def run_backward(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         # A backward pass may come through a model whose latest graph is alive; not through one that is recomputed as a whole.
         graphs = [context.latest_graph for context in CONTEXTS]
         if any(graph is not None and graph() is not None for graph in graphs):
-            # By default, a thread of autograd's runs what is on a device.
+            # By default, autograd runs the work of a device in a thread of its own.
             with torch.autograd.set_multithreading_enabled(False):
                 gradients = run(*args, **options)
         else:

@@ -1,4 +1,4 @@
-"""Finding and replacing tensors in what modules take and return.
+"""Finding and replacing tensors in inputs and outputs of modules.
 
 Tuples, lists, dicts, dataclasses and their subclasses are looked into; anything else is left as it
 is. Only `tensors_within`, which replaces nothing, looks into the attributes of other objects, too.
@@ -38,7 +38,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 _LEVELS = 8
-"""How deep `tensors_within` looks: what a module computes does not lie deeper, but whole programs do."""
+"""Depth to which `tensors_within` looks: tensors that a module computes lie no deeper, but whole programs do."""
 _DATA = (str, bytes, int, float, complex, type, type(None))
 """Types without tensors inside, for a quick answer."""
 _CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, nn.Module)
@@ -76,7 +76,7 @@ def _search(value: Any, found: list[Tensor], seen: set[int], levels: int) -> Non
 
 
 def _attributes(value: Any) -> Iterator[Any]:
-    """Yield what an object keeps; properties and the like are not run."""
+    """Yield an object's attributes; properties and the like are not run."""
     yield from getattr(value, "__dict__", {}).values()
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())

@@ -1,4 +1,4 @@
-"""Where a sharded module is in a training step.
+"""The place of a sharded module in a training step.
 
     IDLE ----------> FORWARD           a forward begins, or backward runs it again (recomputation)
     FORWARD -------> IDLE              ... and has ended
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 
 class TrainingState(enum.Enum):
-    """Where a sharded module is in a training step; torch's FSDP uses the same names."""
+    """The place of a sharded module in a training step; torch's FSDP uses the same names."""
 
     IDLE = enum.auto()
     FORWARD = enum.auto()

@@ -48,16 +48,16 @@ class UnreducedGradients:
         self._layout = layout
         self._context: FSDPCommContext
         self._hidden: dict[int, Tensor] = {}
-        """By index of the parameter, gradients that `.grad` does not show."""
+        """Gradients that `.grad` does not show, by index of the parameter."""
         self._shown: dict[PlainShardedParam, tuple[int, ...]] = {}
-        """Sharded parameters whose `.grad` is unreduced, or was until somebody cleared it, each with the indices of
+        """Sharded parameters whose `.grad` is unreduced, or was until it was cleared, each with the indices of
         the parameters it stands for."""
         self.held = False
         """Whether unsharded gradients wait; a plain attribute, since every backward asks."""
         self.partial: dict[int, Tensor] = {}
-        """By index of the parameter, this rank's reduce-scatter outputs that wait to be summed over replicas."""
+        """This rank's reduce-scatter outputs that wait to be summed over replicas, by index of the parameter."""
         self._active_fraction = 1.0
-        """By what the next reduction will divide besides: see `ReduceSettings`."""
+        """Divisor of the next reduction besides the number of ranks: see `ReduceSettings`."""
 
     def connect(self, context: FSDPCommContext) -> None:
         """Join a model's streams."""
@@ -83,7 +83,7 @@ class UnreducedGradients:
         ]
 
     def changed(self) -> None:
-        """Note what waits now; called after every change."""
+        """Note whether gradients wait now; called after every change."""
         self.held = bool(self._hidden or self._shown)
         if self.held or self.partial:
             _WAITING[id(self)] = self
@@ -192,7 +192,7 @@ class UnreducedGradients:
         }
 
     def _read(self, sharded_param: PlainShardedParam, members: Sequence[int]) -> dict[int, Tensor]:
-        """Return what `.grad` shows, by parameter; nothing if it was cleared, or something else was assigned."""
+        """Return the gradients that `.grad` shows, by parameter; none if it was cleared, or something else was assigned."""
         unsharded = sharded_param.unreduced
         if unsharded is None:
             return {}
@@ -223,7 +223,7 @@ class UnreducedGradients:
 
     @torch.no_grad()
     def set_active_fraction(self, fraction: float) -> None:
-        """Scale what waits, since the next reduction divides by ``fraction`` of the ranks; between backwards."""
+        """Scale the gradients that wait, since the next reduction divides by ``fraction`` of the ranks; between backwards."""
         ratio, self._active_fraction = fraction / self._active_fraction, fraction
         if ratio == 1:
             return
@@ -241,7 +241,7 @@ class UnreducedGradients:
 
     @torch.no_grad()
     def take(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return all that wait, with ``gradients`` added; none wait afterwards, and `.grad` shows what is reduced."""
+        """Return all that wait, with ``gradients`` added; none wait afterwards, and `.grad` shows reduced gradients."""
         waiting, self._hidden = self._hidden, {}
         for sharded_param, members in self._shown.items():
             waiting.update(self._read(sharded_param, members))
@@ -255,7 +255,7 @@ class UnreducedGradients:
     # --- clear and drop ---------------------------------------------------------------------------
 
     def clear(self, cleared: Collection[int]) -> None:
-        """Forget what waits of parameters whose gradients somebody has cleared; ``cleared`` has ids of parameters.
+        """Forget waiting gradients of parameters whose gradients were cleared; ``cleared`` has the parameters' ids.
 
         For those that `.grad` shows, the code that cleared it has done the rest.
         """
@@ -295,7 +295,7 @@ def _waiting() -> list[UnreducedGradients]:
 
 
 def gradients_were_cleared(params: Callable[[], Iterable[Tensor]]) -> None:
-    """Forget what waits of parameters: ``zero_grad`` was called for them."""
+    """Forget waiting gradients of parameters: ``zero_grad`` was called for them."""
     if _WAITING:
         cleared = {id(param) for param in params()}
         for waiting in _waiting():

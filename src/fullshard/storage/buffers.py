@@ -125,7 +125,7 @@ def views_of_params(
 
 
 def shard_of(layout: Layout, param: int, rank: int, full: Tensor) -> Tensor:
-    """Return what ``rank`` holds of a full parameter, as a view of it."""
+    """Return ``rank``'s part of a full parameter, as a view of it."""
     slot, piece = layout.slots[param], layout.piece(param, rank)
     if slot.division is Division.REPLICATED:
         return full
@@ -152,7 +152,7 @@ def rank_chunks(layout: Layout, param: int, full: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """One rank's shard of a group as flat tensors; what an all-gather sends, or reads before it casts."""
+    """One rank's shard of a group as flat tensors; an all-gather sends it, or reads it before a cast."""
 
     segments: list[Tensor]
     """The rank's piece of each segment."""
@@ -176,7 +176,7 @@ class FlatShard:
 
 
 class Source(Protocol):
-    """Where this rank's shard is read from: a `FlatShard` on the device, or an `UploadBuffer`."""
+    """The holder of this rank's shard, to be read: a `FlatShard` on the device, or an `UploadBuffer`."""
 
     def copy_into(self, target: FlatShard) -> None:
         """Cast and copy the shard to ``target``, on the current stream."""
@@ -209,7 +209,7 @@ class GatherBuffer:
     """
 
     source: Source
-    """What `fill` reads this rank's shard from: set by a codec."""
+    """The holder of this rank's shard, which `fill` reads; set by a codec."""
 
     def __init__(
         self,
@@ -251,9 +251,9 @@ class GatherBuffer:
         self._is_one_dtype = len(set(self._dtypes)) == 1
         uniform = self._is_one_dtype and message_nbytes is None
         self.dtype = self._dtypes[0] if uniform else torch.uint8
-        """Of memory of a transport."""
+        """The dtype of a transport's memory for messages."""
         self._is_staged = [packed or not _is_zero_copy(layout, i) for i in range(len(self._dtypes))]
-        """By segment, whether it arrives elsewhere than its parameters lie."""
+        """Per segment, whether it arrives elsewhere than its parameters lie."""
         self._targets = self._staged_targets()
         """Parts of the full parameters, parallel to `_staged_sources`."""
         self._cells: tuple[Tensor, Tensor] | None = None
@@ -364,7 +364,7 @@ class GatherBuffer:
         return sources
 
     def _copy_of_rows(self, indices: Indices | None) -> Callable[[], object] | None:
-        """Choose what copies `rows` to the full parameters: see the table."""
+        """Choose the copy of `rows` to the full parameters: see the table."""
         targets, sources = self._targets, self._staged_sources(self._pieces_in(self.rows))
         self._in_pieces = by_pieces(targets, sources)
         # On accelerators one kernel copies contiguous tensors of one dtype. So the ranks' pieces are copied one by one
@@ -397,7 +397,7 @@ class GatherBuffer:
         )
 
     def _index(self, indices: Indices) -> Tensor:
-        """Return where each cell of the full parameters comes from."""
+        """Return the place that each cell of the full parameters is copied from."""
         layout = self._layout
         sizes = [segment.piece_numel * self.dtype.itemsize for segment in layout.segments]
         pieces = [*zip(sizes, self._packing.starts, self._starts, strict=True)]
@@ -446,7 +446,7 @@ class GatherBuffer:
             self.full.allocate()
 
     def copy_out(self) -> None:
-        """Distribute what was staged; after the collective, on the stream that ran it.
+        """Distribute staged messages; after the collective, on the stream that ran it.
 
         Before: a packed gather has staged everything. After: the full parameters are complete, and staging
         has no memory.
@@ -468,7 +468,7 @@ class GatherBuffer:
 
 
 def _numels_in_full(layout: Layout) -> Iterator[int]:
-    """Yield for each segment how many elements its full parameters take; with padding, if they are gathered in place."""
+    """Yield the number of elements of each segment's full parameters; with padding, if they are gathered in place."""
     for index, segment in enumerate(layout.segments):
         if _is_zero_copy(layout, index):
             yield segment.piece_numel * layout.world

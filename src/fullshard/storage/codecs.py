@@ -27,7 +27,9 @@ _ALIGNMENT = 16
 
 
 class Codec:
-    """What one gather brings, from one source; made once and used in every step. Its memory is a `GatherBuffer`'s.
+    """Encoder and decoder of one gather's messages, from one source; made once and used in every step.
+
+    Its memory is a `GatherBuffer`'s.
 
     On the all-gather stream: `encode` or `encode_in`, then a transport's gather of `inputs` into `outputs`, then
     `decode` or `decode_from`. `release` comes when compute has read the parameters.
@@ -41,7 +43,7 @@ class Codec:
     encode_in: Callable[[Tensor], object]
     """Brings the shard to its row of a transport's memory: bytes of shape (world, `message_nbytes`)."""
     decode: Callable[[], object]
-    """Makes the full parameters of what has arrived in `outputs`, and gives memory of messages back."""
+    """Makes the full parameters of the messages in `outputs`, and gives memory of messages back."""
     decode_from: Callable[[Tensor], object]
     """Makes the full parameters of a transport's memory, and does not keep it."""
 
@@ -56,7 +58,7 @@ class Plain(Codec):
     full: Buffer | None = None
 
     def __init__(self, shards: ShardBuffer) -> None:
-        # What an optimizer writes to the shards is seen here at once, so these parameters are never outdated.
+        # An optimizer's writes to the shards are seen here at once, so these parameters are never outdated.
         self.params = shards.full_params()
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
@@ -98,7 +100,7 @@ class Cast(GatherBuffer, Codec):
 class Recoded(GatherBuffer, Codec, ABC):
     """Messages that are no parameters: of as many bytes on every rank, decoded when compute is about to need them.
 
-    What a subclass reads and writes is on one stream, so it may use temporaries. It writes to `params`, which autograd does
+    A subclass reads and writes on one stream, so it may use temporaries. It writes to `params`, which autograd does
     not see. Gradients are those of the full parameters, as with any other codec.
     """
 

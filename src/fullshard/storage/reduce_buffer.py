@@ -67,11 +67,11 @@ class OutputView(NamedTuple):
 
 
 Cut = Sequence[OutputView] | Callable[[Tensor], list[Tensor]] | None
-"""How a gradient is cut: views of it, if it is contiguous, or a function that returns them; None for not at all."""
+"""The parts of a gradient: views of it, if it is contiguous, or a function that returns them; None if it is not cut."""
 
 
 class Order(Enum):
-    """In which order gradients lie in a reduce buffer."""
+    """The order of gradients in a reduce buffer."""
 
     SEGMENTS = "segment after segment"
     ROWS = "row after row"
@@ -79,7 +79,7 @@ class Order(Enum):
 
 
 class Arrangement(NamedTuple):
-    """How the gradients of a group lie until they are sent: see the table above."""
+    """The places of a group's gradients until they are sent: see the table above."""
 
     order: Order
     is_staged: bool
@@ -96,7 +96,7 @@ def arrangement(
     is_written: bool,
     is_staged: bool,
 ) -> Arrangement:
-    """Decide how gradients lie on ``device``: see the table above."""
+    """Decide on the arrangement of gradients on ``device``: see the table above."""
     if any(slot.division is Division.FLAT for slot in layout.slots):
         order = Order.FLAT
     elif wire_dtype is not None:
@@ -121,29 +121,29 @@ class ReduceBucket:
     messages: list[Tensor]
     """Views of the buffer: flat, or if they do not lie so, (world, elements for a rank) each."""
     inputs: Sequence[Tensor] = field(init=False)
-    """What the collective reads, rank after rank; empty if it must be copied first (`copy_into`)."""
+    """Inputs of the collective, rank after rank; empty if messages must be copied first (`copy_into`)."""
     shaped_inputs: Sequence[Tensor]
-    """The same in the shapes of parameters, each reduced into one of `gradients`; empty if they cannot be."""
+    """`inputs` in the shapes of parameters, each reduced into one of `gradients`; empty if they cannot be."""
     ranges: Sequence[tuple[int, int]]
-    """Per segment, start and length of what its message brings to the reduce output."""
+    """Per segment, start and length of its message's part of the reduce output."""
     output_ranges: Sequence[tuple[int, int]]
-    """... of what each of the inputs brings."""
+    """Per input, start and length of its part of the reduce output."""
     is_whole: bool = field(init=False)
     """Whether one input brings all."""
     params: tuple[int, ...]
     """Parameters that get a gradient; of a segment that gets one gradient, its first."""
     gradients: Sequence[OutputView]
-    """Parallel to `params`, where each gradient lies in the reduce output."""
+    """Parallel to `params`, each gradient's place in the reduce output."""
     unsummed: Sequence[OutputView] = field(init=False)
-    """The same before `sum_copies`: of 0-d parameters, all contributions."""
+    """`gradients` before `sum_copies`: for 0-d parameters, all contributions."""
     unfilled: Sequence[Tensor]
     """Parts of the messages that belong to parameters without a gradient: zeroed, since a message is sent as a whole."""
     contributions: Mapping[int, tuple[int, int]]
-    """Of 0-d parameters, start and number of all ranks' contributions in the reduce output."""
+    """For 0-d parameters, start and number of all ranks' contributions in the reduce output."""
     has_copies: bool = field(init=False)
     """Whether `sum_copies` has anything to do."""
     _sums: list[tuple[int, int, int]] = field(init=False)
-    """For 0-d parameters: where the gradient goes, and start and number of the contributions to it."""
+    """For 0-d parameters: the gradient's place, and start and number of the contributions to it."""
     _cuts: tuple[list[int], list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -170,7 +170,7 @@ class ReduceBucket:
         torch._foreach_copy_([rows.narrow(1, *each) for each in ranges], messages)
 
     def zero_gaps(self, reduced: Tensor) -> None:
-        """Zero what lies between the reduced gradients, where nobody's elements are; after `sum_copies`."""
+        """Zero the gaps between the reduced gradients, which belong to no parameter; after `sum_copies`."""
         sums = {start: summed for summed, start, _ in self._sums}
         filled = sorted((sums[s], 1) if s in sums else (s, numel) for s, numel in self.ranges)
         ends = [0, *(start + numel for start, numel in filled)]
@@ -179,7 +179,7 @@ class ReduceBucket:
             reduced[end:start].zero_()
 
     def sum_copies(self, reduced: Tensor) -> None:
-        """Sum the contributions to 0-d parameters, when all are there: [Note: one sum for all copies].
+        """Sum the contributions to 0-d parameters, when all have arrived: [Note: one sum for all copies].
 
         On the reduction's stream, which alone uses what is allocated here.
         """
@@ -200,9 +200,9 @@ def lies_in_one_piece(slot: Slot, *, rank_major: bool) -> bool:
 
 
 def _cuts(ranges: Sequence[tuple[int, int]], numel: int) -> tuple[list[int], list[int]]:
-    """Return how to cut ``numel`` elements into parts with these starts and lengths, which do not overlap.
+    """Return the cuts of ``numel`` elements into parts with these starts and lengths, which do not overlap.
 
-    Lengths of the ranges before, in and between the parts, in the order of memory; and each part's place among these.
+    They are lengths of the ranges before, in and between the parts, in the order of memory; and each part's place among these.
     """
     in_memory = sorted(range(len(ranges)), key=ranges.__getitem__)
     ends = [(start, start + length) for start, length in sorted(ranges)]
@@ -212,12 +212,12 @@ def _cuts(ranges: Sequence[tuple[int, int]], numel: int) -> tuple[list[int], lis
 
 
 class _Row(NamedTuple):
-    """How the shards that one rank gets of some segments lie, in elements."""
+    """The places of one rank's shards of some segments, in elements."""
 
     starts: dict[int, int]
-    """Per segment, where its reduced shard is in the end."""
+    """Per segment, the place of its reduced shard in the end."""
     arrivals: dict[int, int]
-    """Per segment, where its message goes: the same, but for contributions to 0-d parameters."""
+    """Per segment, the place of its message: the same, but for contributions to 0-d parameters."""
     numel: int
 
 
@@ -250,7 +250,7 @@ class ReduceBuffer(Buffer):
             params: Indices of the parameters that can have gradients.
             reduce_dtypes: Reduce dtype of each of the group's parameters.
             gradient_dtypes: Dtype of each parameter's reduced gradient.
-            device: Where gradients are.
+            device: The device of the gradients.
             by_segment: Whether a segment gets one gradient, not one for each of its parameters.
             rank_major: Whether gradients lie row after row. Flat segments do so each by itself.
             wire_dtype: Dtype of gradients in this buffer, to be exchanged and summed in their reduce dtypes; None
@@ -258,7 +258,7 @@ class ReduceBuffer(Buffer):
             replica: This rank's number among replicas, and how many there are.
         """
         self._contributors = replica[1] * layout.world
-        """How many ranks have gradients of the same parameter."""
+        """Number of ranks that have gradients of the same parameter."""
         self._contributor = replica[0] * layout.world + rank
         """This rank's number among them."""
         self.layout, self._rank = layout, rank
@@ -287,7 +287,7 @@ class ReduceBuffer(Buffer):
         self.below_autograd = torch_border.below_autograd()
         """Made once, which takes longer than to enter it. Never entered twice: only operators and collectives run within."""
         self.pads = [pad for segment in self._kinds for pad in self._padding(segment)]
-        """What no gradient ever fills, though it is sent."""
+        """Padding: parts that are sent, and that no gradient ever fills."""
 
     def _arrange(self) -> int:
         """Give every segment its offset, and return the bytes of all."""
@@ -311,7 +311,7 @@ class ReduceBuffer(Buffer):
         return end
 
     def _row(self, segments: Sequence[int]) -> _Row:
-        """Return how one rank's shards of segments of a kind lie."""
+        """Return the places of one rank's shards of segments of a kind."""
         itemsize = self._dtype(segments[0]).itemsize
         placed = shard_offsets(self.layout, segments, [self._dtype(index) for index in segments])
         starts = {i: start // itemsize for i, start in zip(segments, placed.starts, strict=True)}
@@ -327,7 +327,7 @@ class ReduceBuffer(Buffer):
         return slot.division is Division.REPLICATED and self.layout.world > 1
 
     def _message_numel(self, segment: int) -> int:
-        """Return how many elements of a segment go to each rank."""
+        """Return the number of a segment's elements that go to each rank."""
         if self._is_copied(segment):
             return self._contributors
         return self.layout.segments[segment].piece_numel
@@ -349,7 +349,7 @@ class ReduceBuffer(Buffer):
         return self.view(dtype, self._starts[segment] + start * dtype.itemsize, shape, strides)
 
     def _filled(self, param: int) -> tuple[int, int]:
-        """Return how many ranks' shards a parameter fills, and how many elements of the next; not for flat segments."""
+        """Return the number of ranks' shards that a parameter fills, and of elements of the next; not for flat segments."""
         layout = self.layout
         slot = layout.slots[param]
         if slot.division is Division.REPLICATED:
@@ -375,12 +375,12 @@ class ReduceBuffer(Buffer):
         return views + ([self._view(segment, ranks * step, (rest,), (1,))] if rest else [])
 
     def slot(self, param: int) -> Tensor:
-        """Return where a parameter's gradient lies, in its shape; for parameters that `lies_in_one_piece`."""
+        """Return the memory of a parameter's gradient, in its shape; for parameters that `lies_in_one_piece`."""
         (target,) = self.targets[param]
         return target
 
     def plan_copy(self, params: tuple[int, ...]) -> tuple[list[Tensor], list[Cut]]:
-        """Return where gradients of parameters go, and how each is cut to match; no cuts if there is nothing to cut."""
+        """Return the views that gradients of parameters go to, and each one's cut to match; no cuts if there is nothing to cut."""
         cuts = [self._cut(param) for param in params]
         targets = [target for param in params for target in self.targets[param]]
         self.copies[params] = targets, cuts if any(cuts) else []

@@ -37,16 +37,16 @@ class ShardBuffer:
             self._buffer.view(dtype, start, (numel,))
             for dtype, start, numel in zip(segment_dtypes, placement.starts, numels, strict=True)
         ]
-        """Per segment, this rank's piece with its padding, flat: what a gather sends."""
+        """Per segment, this rank's piece with its padding, flat, as a gather sends it."""
         row = None
         if len(set(segment_dtypes)) == 1:
             dtype = segment_dtypes[0]
             row = self._buffer.view(dtype, 0, (placement.nbytes // dtype.itemsize,))
         self.flat_shard = FlatShard(self.pieces, row)
-        """The same pieces, as an all-gather reads them."""
+        """`pieces`, as an all-gather reads them."""
 
         self.locals = []
-        """Per parameter, what of it this rank holds: the data of its sharded parameter."""
+        """Per parameter, this rank's part: the data of its sharded parameter."""
         for index, slot in enumerate(layout.slots):
             piece = layout.piece(index, rank)
             start = placement.starts[slot.segment] + piece.offset * dtypes[index].itemsize

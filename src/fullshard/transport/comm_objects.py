@@ -47,7 +47,7 @@ class Comm(ABC):  # noqa: B024 (what it shares is concrete)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def release(self, tensor: Tensor) -> None:  # noqa: B027 (memory that is dropped is given back)
-        """Take back what `allocate` returned; the stream it was allocated on is ordered after its last use."""
+        """Take back memory that `allocate` returned; the stream it was allocated on is ordered after its last use."""
 
     def moved_to(self, group: ProcessGroup) -> Self:
         """Return the same way to communicate over another group; a user's comm object gets the group in each call."""
@@ -188,9 +188,9 @@ class SymmetricPool:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._free: dict[tuple[torch.device, int], list[Tensor]] = {}
-        """By device and stream, free blocks of bytes."""
+        """Free blocks of bytes, by device and stream."""
         self._lent: dict[int, tuple[tuple[torch.device, int], Tensor]] = {}
-        """By the identity of their storage, blocks in use, each with its device and stream."""
+        """Blocks in use, each with its device and stream, by the identity of their storage."""
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """Return bytes for the current stream: of the smallest free block that is large enough, else of a new one."""
@@ -205,7 +205,7 @@ class SymmetricPool:
         return block.narrow(0, 0, nbytes)
 
     def give(self, tensor: Tensor) -> None:
-        """Take back what `take` returned, or any view of it."""
+        """Take back memory that `take` returned, or any view of it."""
         key, block = self._lent.pop(torch_border.storage_id(tensor))
         self._free[key].append(block)
 

@@ -18,7 +18,7 @@ def message_of(value: object, device: torch.device) -> Tensor:
 
 
 def length_of(message: Tensor) -> Tensor:
-    """Return how long a message is, as a tensor that is sent before it."""
+    """Return the length of a message, as a tensor that is sent before it."""
     return torch.tensor([len(message)], device=message.device)
 
 

@@ -1,4 +1,4 @@
-"""The seam between the step and what compares ranks: a monitor that is told, and may raise.
+"""The seam between the step and the comparison of ranks: a monitor that is told, and may raise.
 
     Monitor        of the process: the optimizer's steps, exceptions, and the two below
     GroupMonitor   of the collectives that a backend carries for one process group
@@ -25,7 +25,7 @@ from fullshard.transport.tags import Tag
 
 
 class Position:
-    """Where the step of this process is. Ranks that are threads share it."""
+    """The place of this process in its step. Ranks that are threads share it."""
 
     def __init__(self) -> None:
         self.phase = "outside"
@@ -35,7 +35,7 @@ class Position:
         self.raised: str | None = None
         """Type and message of an exception that has left a sharded forward or backward; None after a new forward."""
         self.raised_in = ""
-        """Where that was: "forward of layers.3"."""
+        """The place where it was raised: "forward of layers.3"."""
 
     def text(self) -> str:
         """Return the place in the step for a message: "backward of layers.3"."""
@@ -48,7 +48,7 @@ POSITION = Position()
 
 
 class GroupMonitor:
-    """What is told of the collectives of one process group; kept where they are called in every step."""
+    """The listener to the collectives of one process group; kept where they are called in every step."""
 
     def before(
         self, tag: Tag, inputs: Sequence[Tensor] = (), text: str | None = None
@@ -59,9 +59,9 @@ class GroupMonitor:
         collective; otherwise return None. May raise, on all ranks alike.
 
         Args:
-            tag: What it is for.
-            inputs: What it reads, if that must have the same size on all ranks. Gloo aborts the process when sizes differ.
-            text: What this rank says to the others. No device is waited for, and equal texts cost no more than a meeting.
+            tag: Its purpose.
+            inputs: The tensors that it reads, if they must have the same size on all ranks. Gloo aborts the process when sizes differ.
+            text: This rank's message to the others. No device is waited for, and equal texts cost no more than a meeting.
         """
         return None
 
@@ -90,7 +90,7 @@ class GroupMonitor:
 
 
 class ModelMonitor:
-    """What is told of one model: its outermost `FSDPState`, and all of them."""
+    """The listener to one model; it is told the outermost `FSDPState`, and all of them."""
 
     changes_seen = -1
     """`CHANGES.count` when the ranks last agreed. As long as it is the same, there is nothing to agree on."""
@@ -103,7 +103,7 @@ class ModelMonitor:
 
 
 class Monitor:
-    """What is told of this process."""
+    """The listener to this process."""
 
     def of_group(self, group: ProcessGroup, backend: Backend) -> GroupMonitor:
         """Return the monitor of the collectives that a backend carries for a group."""
@@ -117,7 +117,7 @@ class Monitor:
         """An optimizer is about to step, which may be none of the model's. May raise."""
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
-        """... and has stepped, outside of backward."""
+        """An optimizer has stepped, outside of backward."""
 
     def exception_left(self, error: BaseException) -> None:
         """An exception leaves a sharded forward or backward."""

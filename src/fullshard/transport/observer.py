@@ -1,7 +1,7 @@
-"""What a step tells those who watch it: traces, profiler ranges, planners.
+"""The events of a step, told to its observers: traces, profiler ranges, planners.
 
-The engine reads `FSDPCommContext.observer` where something happens, and goes on if it is None: one `if` per event when nobody
-listens. An observer gives nothing back to the step, and must not raise.
+The engine reads `FSDPCommContext.observer` where something happens, and goes on if it is None: one `if` per event without an
+observer. An observer gives nothing back to the step, and must not raise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StepObserver:
         """The host begins a part of the step."""
 
     def ends(self, part: Part, of: Any) -> None:
-        """... and has ended it."""
+        """The host has ended a part of the step."""
 
     def failed(self) -> None:
         """An exception leaves a hook of the engine: parts that have begun do not end."""
@@ -65,7 +65,7 @@ class StepObserver:
         """Backward has left ``state``; it may have reached it without our knowledge."""
 
     def abandoned(self, states: Collection[Any]) -> None:
-        """What has begun of ``states`` will not end: an exception was raised."""
+        """Work of ``states`` that has begun will not end: an exception was raised."""
 
     # --- collectives --------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class StepObserver:
         """The current stream waits next for an event behind the collective; or, without one, the host for its works."""
 
     def waited(self, collective: Collective, group: Any, event: Any = None) -> None:
-        """... and has."""
+        """The current stream, or the host, has waited."""
 
     def gradients_final(self, group: Any, event: Any) -> None:
         """The sharded gradients of a group have been issued; they are final behind ``event``, None for a host without streams."""

@@ -1,4 +1,4 @@
-"""Streams, events and what is in flight on them.
+"""Streams, events and the work in flight on them.
 
 Compute runs on the user's current stream. All-gathers, reduce-scatters and all-reduces have streams of
 their own.
@@ -56,7 +56,7 @@ class InFlight(Protocol):
 
 
 class FSDPCommContext:
-    """The streams of one sharded model and what is in flight on them; shared by all its groups.
+    """The streams of one sharded model and the work in flight on them; shared by all its groups.
 
     [Note: memory and streams]
     The caching allocator hands freed memory out again to the stream that allocated it, without
@@ -100,7 +100,7 @@ class FSDPCommContext:
         self.asynchronous = self._device.has_streams
         CONTEXTS.add(self)
         self.max_reductions = 1
-        """How many reduce inputs may be in flight; before one more, compute waits for the oldest."""
+        """Most reduce inputs that may be in flight; before one more, compute waits for the oldest."""
 
         # Compute waits for gathers and for the inputs of reductions, so their kernels go before its own.
         # It waits for all-reduces at the end of backward only.
@@ -108,9 +108,9 @@ class FSDPCommContext:
         self.reduce_scatter = self._stream("reduce-scatter", priority=-1)
         self.all_reduce = self._stream("all-reduce", priority=0)
         self.observer: StepObserver | None = None
-        """What is told of a step; usually none."""
+        """The observer of steps; usually none."""
         self.observers: tuple[StepObserver, ...] = ()
-        """Those that `observer` tells, if they are several."""
+        """The observers that `observer` tells, if they are several."""
         self.profiler_ranges: Any = None
         """The observer for torch's profiler, while that runs."""
         self.host_reads_results = False
@@ -120,7 +120,7 @@ class FSDPCommContext:
         self.releases: list[Event] = []
         """Events that mark the last read of each released gather buffer on the compute stream."""
         self.latest_graph: weakref.ref[object] | None = None
-        """Refers to what lives as long as the backward graph of the model's latest forward."""
+        """Refers to an object that lives as long as the backward graph of the model's latest forward."""
         self.has_room = True
         """Whether memory for one more small group raises no peak: [Note: memory first] in `engine.step`."""
         self.reduce_inputs: deque[InFlight] = deque()
@@ -128,7 +128,7 @@ class FSDPCommContext:
         self._reductions: deque[InFlight] = deque()
         """Reductions that are not finished, oldest first."""
         self._kept: list[object] = []
-        """Memory that a reduction in flight may use, and nobody else refers to."""
+        """Memory that a reduction in flight may use, and that has no other reference."""
         self.in_capture = False
         """Whether the last pass was captured in a CUDA graph."""
         self.enters_or_leaves = False
@@ -136,7 +136,7 @@ class FSDPCommContext:
         self.replay_end: Event | None = None
         """Marks the end of the last replay by `graphed`; None if there was none, and during a capture."""
         self._events: weakref.WeakSet[Any] = weakref.WeakSet()
-        """All events that somebody may wait for."""
+        """All events that a stream or the host may wait for."""
         self._written = self.new_event()
         """On the current stream: the shards are written, as far as gathers have to wait for it."""
 
@@ -223,7 +223,7 @@ class FSDPCommContext:
         """
         while len(self.reduce_inputs) >= self.max_reductions:
             self.reduce_inputs.popleft().finish_input()
-        # What outlives the input (an all-reduce, a cast) is small. It had the time of one more group's
+        # Work that outlives the input (an all-reduce, a cast) is small. It had the time of one more group's
         # compute, so waiting for it here costs nothing.
         while len(self._reductions) > self.max_reductions:
             self._reductions.popleft().finish()
@@ -234,7 +234,7 @@ class FSDPCommContext:
         self._reductions.append(reduction)
 
     def keep_until_joined(self, memory: object) -> None:
-        """Keep memory alive that a reduction may still use, and to which nobody else refers: rule 2."""
+        """Keep memory alive that a reduction may still use, and that has no other reference: rule 2."""
         if self._reductions:
             self._kept.append(memory)
 

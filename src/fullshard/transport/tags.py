@@ -1,4 +1,4 @@
-"""Tags: what a collective is for, in a form that is equal on all ranks."""
+"""Tags: the purpose of a collective, in a form that is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import hashlib
 from typing import NamedTuple
 
 TAG_BITS = 63
-"""Of a tag's number."""
+"""Bits of a tag's number."""
 
 
 class Tag(NamedTuple):
-    """What a collective is for; equal on all ranks that call it together."""
+    """The purpose of a collective; equal on all ranks that call it together."""
 
     text: str
     """For messages: "all-gather of layers.3"."""

@@ -1,4 +1,4 @@
-"""Transports: how the messages of a group's gathers and reductions travel between the ranks of one process group.
+"""Transports: ways of the messages of a group's gathers and reductions between the ranks of one process group.
 
     Coalesced   segments where they lie, in one call of the process group
     Exchanged   ... reductions as an all-to-all, whose contributions the receiver sums
@@ -43,7 +43,7 @@ class Transport(ABC):
 
     @property
     def identity(self) -> Any:
-        """What tells it from others of the user's choice, and names it by its class."""
+        """The object that tells it from others of the user's choice, and names it by its class."""
         return self
 
     def over(self, group: ProcessGroup) -> Transport:
@@ -55,7 +55,7 @@ class Transport(ABC):
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def release(self, tensor: Tensor) -> None:  # noqa: B027 (memory that is dropped is given back)
-        """Take back what `allocate` returned; the stream it was allocated on is ordered after its last use."""
+        """Take back memory that `allocate` returned; the stream it was allocated on is ordered after its last use."""
 
     @abstractmethod
     def gather(

@@ -1,4 +1,4 @@
-"""Works of collectives: what the host waits for, if anything."""
+"""Works of collectives, for which the host may have to wait."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def watched(work: Work, monitor: GroupMonitor, backend: Backend) -> Work:
 class JoinedGather:
     """Several gathers in one message, in memory of its own; only `wait` writes the outputs.
 
-    A `Work` for [Note: names of gloo's work]. Nobody may read the outputs before `wait`, as with any other work.
+    A `Work` for [Note: names of gloo's work]. The outputs may be read only after `wait`, as with any other work.
     """
 
     _work: Work

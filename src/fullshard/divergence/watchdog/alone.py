@@ -1,6 +1,6 @@
-"""What a rank concludes without the store: from what it sees on its host, and from the last words of others there.
+"""A rank's judgement without the store: from what it sees on its host, and from the last words of others there.
 
-The store does not answer. So nobody can be asked, and what ranks have said in the store cannot be read. Two things may
+The store does not answer. So no rank can be asked, and answers in the store cannot be read. Two things may
 be the reason, and must not be confused:
 
     a rank is gone, and the store with it, or the store is only slow
@@ -25,7 +25,7 @@ class LostStore:
     """A store that does not answer."""
 
     text: str
-    """How it fails: "the store is gone"."""
+    """The way it fails: "the store is gone"."""
     port: int | None
     """The port of the store, if a host serves it."""
     is_late: bool
@@ -37,10 +37,10 @@ class LostStore:
 
 
 def judge_alone(own: Answer, absences: Mapping[int, Absence], store: LostStore) -> str | None:
-    """Return why a rank that waits cannot go on; None if nothing is proven yet.
+    """Return the reason why a rank that waits cannot go on; None if nothing is proven yet.
 
     Args:
-        own: Where it is.
+        own: The answer of this rank.
         absences: The other ranks on its host that are gone.
         store: The store that cannot be asked.
     """

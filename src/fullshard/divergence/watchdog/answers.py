@@ -1,4 +1,4 @@
-"""What a watchdog says about its rank, as it travels through the store.
+"""A watchdog's answer about its rank, as it travels through the store.
 
 An `Answer` is short, since every rank sends one in every round: some hundred bytes. The last collectives of a rank
 (`History`) are longer, so the asker asks few ranks for them: one of those that are at the same place.
@@ -19,7 +19,7 @@ ALIVE, DEAD, STOPPED = "alive", "dead", "stopped"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registration:
-    """Which process is a rank. Written once, when its watchdog starts."""
+    """The process of a rank. Written once, when its watchdog starts."""
 
     rank: int
     host: str
@@ -28,23 +28,23 @@ class Registration:
     """Equal for processes that can see each other; see `probes`."""
     pid: int
     started: int
-    """When the process was started, in the kernel's clock ticks: tells it from a later one with the same number."""
+    """The start of the process, in the kernel's clock ticks: tells it from a later one with the same number."""
     mailbox: str = ""
-    """Where it receives last words of others on its host; see `last_words`."""
+    """The address at which it receives last words of others on its host; see `last_words`."""
 
     def text(self) -> str:
-        """Return where the rank is, for a message."""
+        """Return the rank's host and process, for a message."""
         return f"host {self.host}, process {self.pid}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupAnswer:
-    """How far a rank has come in one process group."""
+    """The progress of a rank in one process group."""
 
     ranks: Sequence[int]
     """Its ranks; a `range` where that is possible, since there may be as many answers as ranks."""
     count: int
-    """How many collectives of fullshard it has called there."""
+    """Number of fullshard's collectives that it has called there."""
     digest: int
     """A hash of their tags."""
     marks: tuple[tuple[int, int, int], ...] = ()
@@ -56,7 +56,7 @@ class Wait:
     """A wait of the thread that trains for other ranks."""
 
     text: str
-    """What it waits for: the text of a tag, or a function of torch.distributed."""
+    """The event that it waits for: the text of a tag, or a function of torch.distributed."""
     caller: str = ""
     """The function of torch that has called that one, if it says more to people: "full_tensor"."""
     kind: str
@@ -68,14 +68,14 @@ class Wait:
     """For a collective of fullshard: its number in the group."""
     seconds: float
     traffic: int = UNKNOWN
-    """Of a wait in torch: how many bytes have come and gone over this process's connections so far."""
+    """For a wait in torch: number of bytes that have come and gone over this process's connections so far."""
     is_in_vain: bool = False
     """Whether the rank has lost a connection to another one, which it needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """Where a rank is."""
+    """The position of a rank."""
 
     rank: int
     step: int = 0
@@ -93,14 +93,14 @@ class Answer:
     has_caught: bool = False
     """Whether the program has handled that exception and goes on: all ranks may leave a forward by one."""
     limit_s: float | None = None
-    """How long a collective may take before it counts as hung."""
+    """Longest time of a collective before it counts as hung."""
     groups: Mapping[str, GroupAnswer] = field(default_factory=dict)
     states: Mapping[int, str] = field(default_factory=dict)
     """States of the processes of the ranks on the same host, this one excluded."""
     closed: Sequence[int] = ()
     """Ranks that this one waits for, and that have closed a connection to it."""
     words: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    """What ranks on the same host have said last, as state and text: see `last_words`."""
+    """The last words of ranks on the same host, as state and text: see `last_words`."""
 
     def place(self) -> str:
         """Return step, phase and module, for a message."""
@@ -110,18 +110,18 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """The last collectives of a rank, and what the backend knows about those that are pending."""
+    """The last collectives of a rank, and the backend's knowledge of those that are pending."""
 
     tags: Mapping[str, Mapping[int, str]]
-    """By process group: number and text of collectives."""
+    """Number and text of collectives, by process group."""
     steps: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    """By process group: steps that have ended, oldest first, each with the number of collectives that were called until then."""
+    """Steps that have ended, by process group, oldest first, each with the number of collectives that were called until then."""
     backend: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Absence:
-    """Why a rank has not answered."""
+    """The reason why a rank has not answered."""
 
     rank: int
     state: str
@@ -133,11 +133,11 @@ class Absence:
     last: str = ""
     """The last position that it has published, and when."""
     silent_s: float = 0.0
-    """Of a rank that is lost: for how long it has been."""
+    """For a rank that is lost: the time for which it has been."""
 
 
 ASYNC_WAIT = "Work.wait"
-"""How the text of a wait begins, if it is for what was called before, with ``async_op=True``."""
+"""The beginning of a wait's text, if it is for a function that was called before, with ``async_op=True``."""
 
 _LOST_CONNECTION = (
     "Connection closed by peer",
@@ -145,7 +145,7 @@ _LOST_CONNECTION = (
     "Broken pipe",
     "Socket closed",
 )
-"""What gloo says in a collective whose other rank has gone. NCCL's error has a type of its own, `DistBackendError`."""
+"""Gloo's errors in a collective whose other rank has gone. NCCL's error has a type of its own, `DistBackendError`."""
 
 
 def is_of_lost_connection(exception: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, cast
 
 
 class _Child:
-    """What has been noted in this process."""
+    """The error noted in this process."""
 
     pid: ClassVar[int] = 0
     """The process that notes its error."""

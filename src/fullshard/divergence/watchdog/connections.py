@@ -47,7 +47,7 @@ def peer_of(each: socket.socket) -> tuple[str, int] | None:
 
 
 def traffic(store_port: int | None) -> int:
-    """Return how many bytes have come and gone over all connections but those of the store; `UNKNOWN` if nobody counts."""
+    """Return the bytes that have come and gone over all connections but the store's; `UNKNOWN` if the system counts none."""
     total = 0
     try:
         with tcp_sockets() as sockets:

@@ -1,4 +1,4 @@
-"""What the answers of all ranks mean: nothing is wrong, a rank is slow, or ranks have diverged.
+"""The meaning of all ranks' answers: nothing is wrong, a rank is slow, or ranks have diverged.
 
 A pure function of the answers. The rules, in this order:
 
@@ -35,33 +35,33 @@ from fullshard.errors import ranks_text
 
 FINE, SLOW, AGAIN, DIVERGED = "fine", "slow", "again", "diverged"
 LEFT_S = 2.0
-"""How long a rank must have waited for one that has left before that is proven to be in vain."""
+"""Time that a rank must have waited for one that has left before the wait is proven to be in vain."""
 MAX_HISTORIES = 24
-"""How many ranks are asked for their last collectives in one round."""
+"""Most ranks that are asked for their last collectives in one round."""
 MAX_LINES = 24
-"""How many different places a message names."""
+"""Most different places that a message names."""
 
 _GONE = {"left": "left", "raised": "raised", "dead": "died", "stopped": "was stopped"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What one round has found."""
+    """The finding of one round."""
 
     kind: str
-    """ "fine", "slow", "diverged"; "again" if a second round must show whether anybody moves, or goes on waiting."""
+    """ "fine", "slow", "diverged"; "again" if a second round must show whether any rank moves, or goes on waiting."""
     message: str = ""
     culprits: tuple[int, ...] = ()
     """Ranks that others wait for."""
     where: str = ""
-    """For slow ranks: what the first of them does, and its line."""
+    """For slow ranks: the work of the first of them, and its line."""
     silent: tuple[int, ...] = ()
     """Ranks that do not answer, and that no rank can see."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What one round has brought together."""
+    """The facts that one round has brought together."""
 
     answers: Mapping[int, Answer]
     absences: Mapping[int, Absence]
@@ -69,7 +69,7 @@ class Round:
     previous: Mapping[int, Answer] | None
     """The answers of the round before, which the same rank has asked for; None if there was none."""
     lease_s: float = LEASE_S
-    """How long a rank may be silent."""
+    """Longest time for which a rank may be silent."""
 
     @functools.cached_property
     def waiters(self) -> list[Answer]:
@@ -101,7 +101,7 @@ def judge(
     previous: Mapping[int, Answer] | None = None,
     lease_s: float = LEASE_S,
 ) -> Judgement:
-    """Judge what ranks have answered, and why others have not."""
+    """Judge the answers of ranks, and the reasons why others have not answered."""
     found = Round(
         answers=answers,
         absences=absences,
@@ -267,7 +267,7 @@ def _slow(found: Round) -> Judgement | None:
 
 
 def _patient(found: Round, waited_for: Collection[int]) -> str:
-    """Return why ranks that wait for others go on."""
+    """Return the reason why ranks that wait for others go on."""
     silences = [
         found.absences[rank].silent_s
         for rank in waited_for
@@ -347,8 +347,8 @@ def _can_go_on(found: Round, waiter: Answer) -> bool:
 
 def _all_have_called(found: Round, waiter: Answer, wait: Wait) -> bool:
     if wait.kind == "torch" and (wait.text in _POINT_TO_POINT or wait.text.startswith(ASYNC_WAIT)):
-        # Who the other one is, and whether it has called its part before, cannot be known. But if a rank waits for this
-        # one in a collective of ours, only what is on its way can end the wait, and that would be seen to move.
+        # The other rank, and whether it has called its part before, cannot be known. But if a rank waits for this
+        # one in a collective of ours, only a message on its way can end the wait, and that would be seen to move.
         others = (found.answers.get(rank) for rank in found.members(waiter))
         is_among_torch = all(
             each is not None and each.wait is not None and each.wait.kind == "torch"
@@ -404,7 +404,7 @@ def _classes(answers: Mapping[int, Answer]) -> dict[str, _Classes]:
 def _parting(
     name: str, classes: _Classes, histories: Mapping[int, History]
 ) -> tuple[str, list[int]] | None:
-    """Return where two ranks have called different collectives under the same number, as far as they remember."""
+    """Return the place where two ranks have called different collectives under the same number, as far as they remember."""
     known = [(ranks, histories[ranks[0]]) for ranks in classes.values() if ranks[0] in histories]
     known.sort(key=lambda each: -len(each[0]))  # the majority first: others are compared with it
     for ranks, history in known[1:]:
@@ -424,7 +424,7 @@ def _parting(
 
 
 def _mixed(name: str, count: int, history: History) -> str:
-    """Return how many steps a rank has ended since it called collective number ``count`` and its history was sent."""
+    """Return the number of steps that a rank has ended since it called collective number ``count`` and its history was sent."""
     steps = history.steps.get(name, ())
     since = [step for step, called in steps if called >= count]
     if not since:
@@ -435,7 +435,7 @@ def _mixed(name: str, count: int, history: History) -> str:
 
 
 def _unequal(name: str, classes: _Classes) -> tuple[str, list[int]] | None:
-    """Return which ranks have called as many collectives, but not the same."""
+    """Return the ranks that have called as many collectives, but not the same."""
     by_count: dict[int, list[list[int]]] = {}
     for (count, _), ranks in classes.items():
         by_count.setdefault(count, []).append(ranks)
@@ -530,7 +530,7 @@ def _absent(absences: Mapping[int, Absence]) -> Iterator[str]:
     texts: dict[str, list[Absence]] = {}
     for _, absence in sorted(absences.items()):
         text = _SILENT[absence.state] + (f" {absence.text}" if absence.text else "")
-        # Hosts and last positions of many ranks would be a list that nobody reads.
+        # Hosts and last positions of many ranks would be too long a list to read.
         text += f"; last seen: {absence.last}" if absence.last else ""
         texts.setdefault(text, []).append(absence)
     for text, alike in texts.items():

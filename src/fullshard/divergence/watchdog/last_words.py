@@ -1,16 +1,16 @@
-"""What a rank tells the other ranks on its host before it ends, without the store.
+"""A rank's words to the other ranks on its host before it ends, without the store.
 
 The store ends with the process that serves it, and that may be a rank. Then ranks judge alone and end one after the
 other. One that looks late finds several processes dead, and nothing tells it which one died first and which ones only
 followed. So a rank that ends sends its last words to the others on its host: its verdict, its exception, or that it is
 done. They are datagrams between processes. The kernel keeps them in the receiver's queue, whether the sender has ended
-or the receiver is stopped. Nobody waits for an answer.
+or the receiver is stopped. The sender waits for no answer.
 
 The invariant: words are sent before the process ends. So a rank that first looks at a process, and then reads its
 words, has the words of every process that it found dead.
 
 The sockets have names in Linux's abstract namespace, which need no file. Where there is none (another system, or
-containers that share processes but no network), nobody hears, and ranks say what they see.
+containers that share processes but no network), no rank hears, and ranks say what they see.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Words:
 
 
 class Mailbox:
-    """Where the watchdog of this process receives last words."""
+    """The socket at which the watchdog of this process receives last words."""
 
     def __init__(self) -> None:
         self.address = ""
-        """For the others on this host; empty if there can be none."""
+        """Its address for the others on this host; empty if there can be none."""
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError, AttributeError):
             receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -61,7 +61,7 @@ class Mailbox:
             self.address = address
 
     def read(self) -> Iterator[Words]:
-        """Return what has come since, in the order in which it was sent."""
+        """Return the words that have come since, in the order in which they were sent."""
         while self._socket is not None:
             try:
                 message, ancillary, _, _ = self._socket.recvmsg(
@@ -82,7 +82,7 @@ class Mailbox:
 
 
 def send(address: str, words: Words) -> None:
-    """Send last words to a mailbox; nothing happens if nobody reads it."""
+    """Send last words to a mailbox; nothing happens if no watchdog reads it."""
     message = json.dumps(asdict(words) | {"text": words.text[:_MAX_TEXT]}).encode()
     with contextlib.suppress(OSError, AttributeError):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:

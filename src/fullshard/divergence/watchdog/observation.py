@@ -1,4 +1,4 @@
-"""Where this process is, as its watchdog sees it: the answer that it gives.
+"""The position of this process, as its watchdog sees it: the answer that it gives.
 
 Everything here is read by the watchdog's thread while another thread trains. It takes no lock, calls nothing that
 communicates, and asks a device only when nothing has moved for some time.
@@ -51,7 +51,7 @@ _CALLING = (
 _LOCAL = frozenset({"_object_to_tensor", "_tensor_to_object", "destroy_process_group"})
 """Functions there that wait for no other rank: pickling may take long, and so may the end of a backend."""
 SETTLED_S = 2.0
-"""How long nothing must have moved before a device is asked."""
+"""Time without a move before a device is asked."""
 
 
 class Observer:
@@ -73,7 +73,7 @@ class Observer:
         self._store_port = store_port
 
     def wait(self) -> Wait | None:
-        """Return what the thread that trains waits for; None if it does not wait for other ranks."""
+        """Return the wait of the thread that trains; None if it does not wait for other ranks."""
         now = time.monotonic()
         waiting = PROGRESS.waiting
         if waiting is not None:
@@ -104,14 +104,14 @@ class Observer:
     _arrived = 0.0
 
     def _since(self, now: float, frame: FrameType | None) -> float:
-        """Return how long the thread has been at one place, as far as this observer has looked."""
+        """Return the time for which the thread has been at one place, as far as this observer has looked."""
         place = (None, -1) if frame is None else (frame.f_code, frame.f_lasti)
         if place != self._place or self._arrived < PROGRESS.moved:
             self._place, self._arrived = place, now
         return round(now - self._arrived, 1)
 
     def answer(self, states: Mapping[int, str], words: Mapping[int, tuple[str, str]]) -> Answer:
-        """Return where this rank is, with the states and last words of other processes on this host."""
+        """Return the position of this rank, with the states and last words of other processes on this host."""
         wait = self.wait()
         if wait is not None and wait.kind == "torch" and not _has_keepalives():
             wait = replace(wait, traffic=traffic(self._store_port))
@@ -200,7 +200,7 @@ def differs_at_steps(journal: Journal, marks: Iterable[tuple[int, int, int]]) ->
 
 
 def is_past_handlers(thread: int) -> bool:
-    """Return whether a thread runs and handles no exception: what it has raised before is dealt with."""
+    """Return whether a thread runs and handles no exception: any that it has raised before is dealt with."""
     handled = sys._current_exceptions()
     if thread not in handled:
         return False  # it has ended
@@ -258,7 +258,7 @@ def _collective_of_torch(frame: FrameType | None) -> tuple[str, str, str | None]
     while frame is not None and frame.f_code.co_filename in _DISPATCH:
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename not in _COMMUNICATING:
-        # Who called it before, and on which process group, is not known any more.
+        # Its caller, and the process group, are not known any more.
         return None if operation is None else (f"{ASYNC_WAIT} for {operation}", "", None)
     outermost = innermost = frame
     while frame is not None and frame.f_code.co_filename in (*_COMMUNICATING, *_DISPATCH):

@@ -1,4 +1,4 @@
-"""The other ranks on this host: who they are, whether their processes run, and what they have said last."""
+"""The other ranks on this host: their registrations, whether their processes run, and their last words."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fullshard.divergence.watchdog.probes import state_of
 from fullshard.divergence.watchdog.store_client import StoreOperations
 
 STOPPED_S = 3.5
-"""How long a process must be stopped to count as gone. Less than the patience, so that the first question finds it."""
+"""Time for which a process must be stopped to count as gone. Less than the patience, so that the first question finds it."""
 
 
 class Peers:
     """The ranks whose processes this one can see.
 
-    All ranks of a host write themselves into one list of the store, one after the other. Nobody reads the
+    All ranks of a host write themselves into one list of the store, one after the other. No rank reads the
     registrations of all ranks: in a large world that would be too much.
     """
 
@@ -42,13 +42,13 @@ class Peers:
         self.states: dict[int, str] = {}
         """Their states when they were last looked at."""
         self._stopped_since: dict[int, float] = {}
-        """When a process that is stopped was first seen so, by rank."""
+        """The time at which a stopped process was first seen so, by rank."""
         self._gone: set[int] = set()
         """Ranks that were found dead or stopped before."""
         self.words: dict[int, tuple[str, str]] = {}
-        """What ranks have said before they left, as state and text."""
+        """The last words of ranks before they left, as state and text."""
         self.verdict: str | None = None
-        """Why ranks have diverged: the first verdict that another rank has told."""
+        """The reason why ranks have diverged: the first verdict that another rank has told."""
 
     def announce(self) -> None:
         """Let the others on this host see whether this process runs; it answers none of their questions yet."""
@@ -84,7 +84,7 @@ class Peers:
         return [f"{self._key}/{place}" for place in sorted(places)]
 
     def look(self, *, patiently: bool = True) -> None:
-        """Look whether their processes run, and read what they have said last.
+        """Look whether their processes run, and read their last words.
 
         ``patiently``: one that has just been stopped may go on at once, and counts as running.
         """
@@ -99,7 +99,7 @@ class Peers:
         self._hear()  # now the words of all are there that were found dead
 
     def tell(self, state: str, text: str) -> None:
-        """Tell the others what this rank says last."""
+        """Tell the others this rank's last words."""
         words = Words(rank=self._own.rank, state=state, text=text)
         for peer in list(self._peers.values()):  # another thread may find one
             if peer.mailbox:

@@ -15,7 +15,7 @@ from fullshard.divergence.watchdog.answers import ALIVE, DEAD, STOPPED, Registra
 
 _PROC = Path("/proc")
 _STOPPED = "Tt"
-"""By a signal, or by a debugger."""
+"""States of a process stopped by a signal, or by a debugger."""
 _DEAD = "ZXx"
 
 
@@ -67,7 +67,7 @@ def _state_and_start(pid: int) -> tuple[str, int]:
 
 
 def _state_by_signal(pid: int) -> str:
-    """The same, of a system without /proc."""
+    """The letter for a process's state, on a system without /proc."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The watchdog of this process: when it starts, what it is told when the process ends, and that a forked one has none."""
+"""The watchdog of this process: its start, its news of the process's end, and its absence in a forked process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fullshard.mesh.backends import backends_in_use, backends_of
 from fullshard.transport.streams import comm_contexts
 
 SHUTDOWN_LOOK_S = 0.005
-"""How often it is asked whether devices are done, before a process group is destroyed."""
+"""Time between looks whether devices are done, before a process group is destroyed."""
 
 
 def start() -> None:
@@ -57,7 +57,7 @@ def start() -> None:
 
 
 class _Announced:
-    """What has been said of this process before it has a watchdog."""
+    """The announcement of this process before it has a watchdog."""
 
     pid = 0
     """The process in which the functions for its end have been registered."""
@@ -80,7 +80,7 @@ def announce() -> None:
     if (watchdog is None or watchdog.group() is not group) and _can_be_watched(group):
         with contextlib.suppress(
             RuntimeError
-        ):  # the store is gone, and the next who needs it says so
+        ):  # the store is gone, and the next caller that needs it says so
             store = OpenStore(torch_border.default_store(), PREFIX)
             Peers(store, register(group.rank())).announce()
 
@@ -139,7 +139,7 @@ def _thread_ends(thread: int, error: BaseException) -> None:
 
 
 def _unwatched_process_ends(error: BaseException | None) -> None:
-    """Say that this process ends, whose program has initialised a process group and run no sharded model."""
+    """Say that this process ends; its program has initialised a process group and run no sharded model."""
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is None or os.environ.get("FULLSHARD_WATCHDOG") == "0" or not _can_be_watched(group):
         return
@@ -148,7 +148,7 @@ def _unwatched_process_ends(error: BaseException | None) -> None:
     def say() -> None:
         with contextlib.suppress(
             Exception
-        ):  # the store is gone: so are those who would have listened
+        ):  # the store is gone: so are the ranks that would have listened
             store = OpenStore(torch_border.default_store(), PREFIX)
             peers = Peers(store, register(rank))
             peers.register()

@@ -1,4 +1,4 @@
-"""What a process says before it ends: that its program is done, or which exception has ended it.
+"""The message of a process before it ends: that its program is done, or which exception has ended it.
 
     an exception reaches the top     `sys.excepthook`, and the end of a process of `multiprocessing`
     ... of a thread                  `threading.excepthook`: the process may live on without the thread that trains
@@ -40,7 +40,7 @@ ThreadEnding = Callable[[int, BaseException], None]
 
 
 class _Hooks:
-    """What has been installed in this process."""
+    """The functions installed in this process."""
 
     pid = 0
     """The process that has installed the functions below; a forked one must do so again."""
@@ -80,7 +80,7 @@ def at_unwatched_end(ending: Ending) -> None:
 
 
 def _begin_child(_: type[_Hooks]) -> None:
-    """Register again, in a forked process of `multiprocessing`, what it has forgotten."""
+    """Register again, in a forked process of `multiprocessing`, the functions that it has forgotten."""
     Finalize(None, _end_now, exitpriority=1)
     atexit.unregister(_end_unwatched)  # until Python 3.13 it is still there
     atexit.register(_end_unwatched)

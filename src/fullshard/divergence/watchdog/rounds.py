@@ -44,24 +44,24 @@ from fullshard.divergence.watchdog.silences import LEASE_S, Silences
 from fullshard.divergence.watchdog.store_client import StoreOperations
 
 LOST_S = 7.0
-"""How long the asker waits for a rank whose process no other rank can see."""
+"""Time that the asker waits for a rank whose process no other rank can see."""
 LONGEST_GAP_S = 60.0
-"""How far rounds may be apart for a rank to count as silent all the time in between."""
+"""Longest time between rounds for a rank to count as silent all the time in between."""
 GIVEN_UP_S = 11.0
-"""How long others wait for a judgement; the asker may have died."""
+"""Time that others wait for a judgement; the asker may have died."""
 HISTORY_S = 3.0
 OPEN = "open"
 """Stands for the asker of a round that a leaving rank has begun: the first rank that finds it asks."""
 
 
 def tick_of(world: int) -> float:
-    """Return how often a rank looks whether another one has asked, in seconds."""
+    """Return the seconds between two looks of a rank whether another one has asked."""
     return max(1.0, world / 4096)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """How a rank takes part in rounds."""
+    """The rank that takes part in rounds, with its answers."""
 
     rank: int
     world: int
@@ -69,7 +69,7 @@ class Member:
     history: Callable[[], History]
     clock: Callable[[], float]
     lease_s: float = LEASE_S
-    """How long a rank may be silent."""
+    """Longest time for which a rank may be silent."""
     is_gone: Callable[[int], bool] = lambda _: False
     """Whether the process of a rank is known to be dead or stopped."""
 
@@ -83,9 +83,9 @@ class Rounds:
         self._number = 1
         """The number of the round that comes next, or runs."""
         self._stage = 0
-        """How many things the asker of this round has said."""
+        """Number of messages that the asker of this round has sent."""
         self._since = 0.0
-        """When this rank has answered; only within a round."""
+        """The time at which this rank has answered; only within a round."""
         self._asking: _Asking | None = None
         self.is_running = False
         """Whether this rank is within a round."""
@@ -141,7 +141,7 @@ class Rounds:
             self._store.add(f"knowing/{self._ended[0]}", 1)
 
     def all_know(self) -> bool:
-        """Return whether all who answered in the last round know that ranks have diverged."""
+        """Return whether all ranks that answered in the last round know that ranks have diverged."""
         if self._ended is None:
             return True
         number, listeners = self._ended
@@ -239,7 +239,7 @@ class Rounds:
 
     @property
     def must_ask_again(self) -> bool:
-        """Whether this rank has asked, and must ask again to see who moves."""
+        """Whether this rank has asked, and must ask again to see which ranks move."""
         return self._previous is not None and not self.is_running
 
     def _say(self, message: Mapping[str, object]) -> None:
@@ -247,7 +247,7 @@ class Rounds:
         self._stage += 1
 
     def _collect(self, asking: _Asking) -> None:
-        """Read the answers if all are there, or if nobody else can be expected to answer."""
+        """Read the answers if all are there, or if no other rank can be expected to answer."""
         world = self._member.world
         waited = self._member.clock() - asking.began
         keys = [f"answer/{self._number}/{rank}" for rank in range(world)]
@@ -271,7 +271,7 @@ class Rounds:
         asking.answers, asking.absences = answers, absences
 
     def _absence(self, rank: int, answers: Mapping[int, Answer]) -> Absence:
-        """Return why a rank has not answered."""
+        """Return the reason why a rank has not answered."""
         registered = self._store.find(f"registration/{rank}")
         final = self._store.find(f"final/{rank}")
         seen = {answer.states[rank] for answer in answers.values() if rank in answer.states}
@@ -296,7 +296,7 @@ class Rounds:
 
 @dataclass(kw_only=True, slots=True)
 class _Asking:
-    """What the asker of a round knows so far."""
+    """The knowledge of a round's asker so far."""
 
     began: float
     answers: Mapping[int, Answer] | None = None

@@ -1,7 +1,7 @@
-"""For how long ranks have been silent: they do not answer, and no other rank can see their processes.
+"""The time for which ranks have been silent: they do not answer, and no other rank can see their processes.
 
 Silence is no proof. A rank may hold the interpreter lock, its host may be paused, the network may fail over. Each rank
-hears at the end of a round which ranks were silent in it, and keeps count, whoever asks next. The count begins anew
+hears at the end of a round which ranks were silent in it, and keeps count, whichever rank asks next. The count begins anew
 after a time without rounds: ranks went on then, or this host was paused, too.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 LEASE_S = 300.0
-"""How long a rank may be silent, while others wait for it, before it counts as gone."""
+"""Time for which a rank may be silent, while others wait for it, before it counts as gone."""
 
 
 class Silences:
@@ -23,13 +23,13 @@ class Silences:
         self._noted = 0.0
 
     def note(self, silent: Iterable[int], now: float) -> None:
-        """Note which ranks were silent in a round that ends now."""
+        """Note the ranks that were silent in a round that ends now."""
         known = self._since if now - self._noted <= self._longest_gap_s else {}
         self._since = {rank: known.get(rank, now) for rank in silent}
         self._noted = now
 
     def seconds(self, rank: int, now: float) -> float:
-        """Return for how long a rank that is silent now has been so."""
+        """Return the time for which a rank that is silent now has been so."""
         if now - self._noted > self._longest_gap_s:
             return 0.0
         return now - self._since.get(rank, now)

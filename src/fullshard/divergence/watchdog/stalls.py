@@ -1,4 +1,4 @@
-"""Stalls: times in which ranks waited for others that were slow, and what is printed about them."""
+"""Stalls: times in which ranks waited for others that were slow, and the lines printed about them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Stall:
     number: int
     """Counted from 1 in this process."""
     began: float
-    """When it began, by `time.time`."""
+    """Its beginning, by `time.time`."""
     seconds: float
-    """How long it lasted; grows until it ends."""
+    """Its length; grows until it ends."""
     ranks: tuple[int, ...]
     """The ranks that others waited for."""
     where: str
-    """What the first of them did, and its line."""
+    """The work of the first of them, and its line."""
     report: str
-    """Where each rank was when the stall was first noticed."""
+    """The place of each rank when the stall was first noticed."""
 
 
 _STALLS: deque[Stall] = deque(maxlen=256)
@@ -49,7 +49,7 @@ class StallReports:
 
     def __init__(self) -> None:
         self._stall: Stall | None = None
-        """The one that lasts."""
+        """The stall that lasts."""
         self._next_report = 0.0
         self._repeat_s = FIRST_REPEAT_S
 

@@ -17,13 +17,13 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 LIMIT_S = 3.0
-"""How long an operation may take."""
+"""Longest time of an operation."""
 CHUNK = 1024
-"""How many keys one operation reads."""
+"""Most keys that one operation reads."""
 
 
 class KeyStore(Protocol):
-    """What the watchdog needs of a store; `torch.distributed.Store` has it."""
+    """The methods that the watchdog needs of a store; `torch.distributed.Store` has them."""
 
     def set(self, key: str, value: str) -> Any:
         """Store a value."""
@@ -38,7 +38,7 @@ class KeyStore(Protocol):
         """Return whether all keys are there."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Store a value if the present one is as expected, "" for none; return what is there then."""
+        """Store a value if the present one is as expected, "" for none; return the value that is there then."""
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return several values; waits for them."""
@@ -54,14 +54,14 @@ class StoreFailedError(Exception):
 
 
 class StoreOperations(ABC):
-    """What the watchdog does with a store; its keys begin with a prefix."""
+    """The operations of the watchdog on a store; its keys begin with a prefix."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
 
     @abstractmethod
     def _do(self, operation: Callable[[KeyStore], T], limit_s: float = LIMIT_S) -> T:
-        """Return what an operation returns; it may take ``limit_s``."""
+        """Return the result of an operation; it may take ``limit_s``."""
 
     def set(self, key: str, value: str, limit_s: float = LIMIT_S) -> None:
         """Store a value."""
@@ -132,9 +132,9 @@ class StoreClient(StoreOperations):
         self._pending: _Call | None = None
         """The last operation that was handed over."""
         self._failure: StoreFailedError | None = None
-        """Why the store can never be used again: a connection that has broken is not made anew."""
+        """The reason why the store can never be used again: a connection that has broken is not made anew."""
         self.num_done = 0
-        """How many operations have come back in time."""
+        """Number of operations that have come back in time."""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.thread = threading.Thread(
             target=_serve, args=(store, self._calls), name="fullshard-watchdog-store", daemon=True

@@ -1,4 +1,4 @@
-"""The watchdog's thread: when it asks, and what it does with a judgement.
+"""The watchdog's thread: its questions, and its actions after a judgement.
 
     every 0.25 s   looks at this process: has the thread that trains waited for longer than the patience?
     every tick     one operation on the store: has another rank asked? A tick is a second, more in a large world.
@@ -58,34 +58,34 @@ from fullshard.transport.monitor import POSITION
 logger = logging.getLogger("fullshard")
 
 LOOK_S = 0.25
-"""How often the thread looks at its own process, if that stands still or if ranks ask each other."""
+"""Time between the thread's looks at its own process, if that stands still or if ranks ask each other."""
 REST_S = 1.0
-"""... and how often while all is well. Each time it takes the interpreter lock from the thread that trains, which then has to be
+"""Time between looks while all is well. Each look takes the interpreter lock from the thread that trains, which then has to be
 woken up."""
 PATIENCE_S = 5.0
 MAX_PATIENCE_S = 7.0
 """The patience grows with the steps up to this limit, so that a proven divergence is found within 15 s."""
 FINDING_S = 20.0
-"""For how long a watchdog looks for other ranks on its host at every tick; later, it does so less often."""
+"""Time for which a watchdog looks for other ranks on its host at every tick; later, it does so less often."""
 REPEAT_S = 10.0
-"""How often a rank that still waits asks again."""
+"""Time after which a rank that still waits asks again."""
 AGAIN_S = 1.0
-"""How long the asker of a round waits before it looks whether anybody has moved."""
+"""Time that the asker of a round waits before it looks whether any rank has moved."""
 URGENT_S = 6.0
 URGENT_ROUNDS = 2
-"""For how long, and in how many rounds, a rank that has lost another one asks why, before it gives up."""
+"""Time for which, and number of rounds in which, a rank that has lost another one asks why, before it gives up."""
 CLOSED_S = 2.0
-"""How long a rank that waits looks for the reason why the store has closed the connection."""
+"""Time for which a rank that waits looks for the reason why the store has closed the connection."""
 FAREWELL_S = 4.0
-"""How long the end of a process may be delayed by a store that does not answer."""
+"""Longest delay of a process's end by a store that does not answer."""
 KNOWN_S = 3.0
-"""How long a rank with a verdict waits until all others that run know it, before it raises."""
+"""Longest time that a rank with a verdict waits until all others that run know it, before it raises."""
 RELEASE_S = 1.0
-"""How long a blocked thread has to come back by itself, before it is made to."""
+"""Time that a blocked thread has to come back by itself, before it is made to."""
 PREFIX = "fullshard/watchdog/"
 """The prefix of all keys in the store."""
 EXIT_S = 60.0
-"""How long a blocked thread has to come back after its collectives were aborted, before the process is ended."""
+"""Time that a blocked thread has to come back after its collectives were aborted, before the process is ended."""
 
 
 class Current:
@@ -109,7 +109,7 @@ class Watchdog:
         self._wake.set()  # others look for this process from now on
         self._is_over = False
         self._final: tuple[BaseException | None] | None = None
-        """When the process ends: the exception, or None if its program is done."""
+        """The end of the process, once known: the exception, or None if its program is done."""
         self._has_told = False
         self._said_farewell = threading.Event()
 
@@ -123,7 +123,7 @@ class Watchdog:
         limit_s = float(limit) if limit else timeout.total_seconds() if timeout else None
         self._observer = Observer(rank, thread, self._own.text(), limit_s, self._port)
         self._lease_s = float(os.environ.get("FULLSHARD_WATCHDOG_LEASE") or LEASE_S)
-        """How long another rank, or the store, may be silent before that counts as proof."""
+        """Time for which another rank, or the store, may be silent before that counts as proof."""
         self._least_patience = float(os.environ.get("FULLSHARD_WATCHDOG_PATIENCE") or PATIENCE_S)
         self._tick_s = tick_of(world)
         self._is_small = world <= 64
@@ -144,7 +144,7 @@ class Watchdog:
         self._published: tuple[str, dict[str, tuple[int, int]]] = ("", {})
         """The position that was published last."""
         self._ahead: dict[str, tuple[int, int]] = {}
-        """By process group: a number of calls that another rank had come to before this one, and the digest after them."""
+        """A number of calls that another rank had come to before this one, and the digest after them, by process group."""
 
         self._init_observations()
         VERDICT.wake = self._wake
@@ -166,12 +166,12 @@ class Watchdog:
         self._is_suspicious = False
         """Whether this rank's journal differs from another one's."""
         self._failed_since: float | None = None
-        """When the store has last begun to fail."""
+        """The time at which the store last began to fail."""
         self._next_complaint = 0.0
-        """When this rank says next that the store does not answer."""
+        """The time at which this rank says next that the store does not answer."""
         self._moves, self._moved = moves(), now
         self._gaps: deque[float] = deque(maxlen=16)
-        """How long the last times were in which nothing moved."""
+        """Lengths of the last times in which nothing moved."""
         self._reports = StallReports()
         self._stands_still = True
         """Whether nothing has moved between the last two looks."""
@@ -287,8 +287,8 @@ class Watchdog:
             say_farewell(self._store, self._rounds, self._own.rank, error)
         except StoreFailedError as failure:
             if failure.is_late and self._store.num_done == 0:
-                # The store has not even accepted this watchdog's connection yet, and nobody knows this process. What is sent
-                # by the client of the thread that trains reaches the store later, also if this process has ended by then.
+                # The store has not even accepted this watchdog's connection yet, and no rank knows this process. A message
+                # of the client of the thread that trains reaches the store later, also if this process has ended by then.
                 with contextlib.suppress(Exception):
                     store = OpenStore(torch_border.default_store(), PREFIX)
                     _leave_last_words(store, self._own.rank, error)
@@ -318,7 +318,7 @@ class Watchdog:
             self._next_ask = 0.0
 
     def _wait(self, now: float) -> Wait | None:
-        """Return what the thread that trains waits for; most of the time without looking at it."""
+        """Return the wait of the thread that trains; most of the time without looking at it."""
         if PROGRESS.waiting is None and now - PROGRESS.moved < 1.0:
             return None
         return self._observer.wait()
@@ -415,7 +415,7 @@ class Watchdog:
                 self._is_suspicious |= differs_at_steps(
                     journal, theirs.get("marks", {}).get(name, ())
                 )
-                # What this rank has not called yet is compared when it has.
+                # Collectives that this rank has not called yet are compared when it has.
                 count, digest = self._ahead.setdefault(
                     name, tuple(theirs.get("calls", {}).get(name, (0, 0)))
                 )
@@ -456,7 +456,7 @@ class Watchdog:
             return
         is_urgent = VERDICT.wanted.is_set() or self._is_urgent
         if wait is None or (wait.seconds < self._patience and not is_urgent):
-            return  # nobody waits; the store may be gone because all is done
+            return  # this rank waits for no other; the store may be gone because all is done
         if error.is_late and now - since >= self._patience and now >= self._next_complaint:
             self._next_complaint = now + FIRST_REPEAT_S
             logger.warning(
@@ -500,7 +500,7 @@ class Watchdog:
             return
         if wait is not None and wait.kind != "torch":
             release.raise_in(self._observer.thread, message)
-        release.leave_store(self._port)  # nobody else needs it: all know
+        release.leave_store(self._port)  # no other rank needs it: all know
         if not self._comes_back(EXIT_S):
             logger.error(
                 "Rank %d has not returned from an aborted collective; the process ends.",
@@ -520,7 +520,7 @@ class Watchdog:
             time.sleep(1.5 * pause)  # others find out by themselves, at about the same time
 
     def _comes_back(self, seconds: float) -> bool:
-        """Wait until the thread that trains has raised the verdict, or waits for nobody; return whether it does."""
+        """Wait until the thread that trains has raised the verdict, or waits for no rank; return whether it does."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if VERDICT.taken or self._observer.wait() is None or self._is_over or self._final:
@@ -548,12 +548,12 @@ def _leave_last_words(store: StoreOperations, rank: int, error: BaseException | 
 
 
 def last_words_of(error: BaseException | None) -> tuple[str, str]:
-    """Return how a rank ends, and why."""
+    """Return the state in which a rank ends, and the reason."""
     return ("left", "") if error is None else ("raised", _place_of(error))
 
 
 def _place_of(error: BaseException) -> str:
-    """Return an exception that ends this process, and where it was raised."""
+    """Return an exception that ends this process, and the place where it was raised."""
     place = POSITION.raised_in if POSITION.raised else POSITION.text()
     line = line_of_traceback(error.__traceback__)
     where = place if place.startswith("outside") else f"in {place}"
