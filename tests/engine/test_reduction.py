@@ -281,7 +281,7 @@ def write(group: Group, index: int, value: float, *, reduced: bool = True) -> bo
 def products_are_sent_off_with_the_rest() -> None:
     group = make_group(((3, 2), (4,), (5, 2)))
     group.reduction.write_products()
-    assert [group.reduction.takes_product(index) for index in range(3)] == [True] * 3
+    assert [group.reduction.obstacle_to_product(index) for index in range(3)] == [""] * 3
     group.backward(None, 5.0, 8.0)
     assert not write(group, 0, 2.0)
     assert write(group, 0, 1.0) and not write(group, 2, 4.0)

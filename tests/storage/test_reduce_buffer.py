@@ -12,8 +12,14 @@ from torch import Tensor
 
 from fullshard.engine.reduction import fill as laid_into
 from fullshard.engine.reduction_state import joined
-from fullshard.layout.segments import ALIGNMENT, ROW_ALIGNMENT, Division
-from fullshard.storage.reduce_buffer import OutputView, ReduceBucket, ReduceBuffer
+from fullshard.layout.segments import (
+    ALIGNMENT,
+    ROW_ALIGNMENT,
+    Division,
+    flat_layout,
+    per_row_layout,
+)
+from fullshard.storage.reduce_buffer import OutputView, ReduceBucket, ReduceBuffer, cause_of_pieces
 from tests.helpers.compare import assert_equal
 from tests.storage.test_buffers import (
     CPU,
@@ -363,3 +369,12 @@ def test_a_reduce_buffer_gives_its_memory_back_and_takes_it_again_under_its_view
     assert states == [True, False, True]
     fill(buffer, {0: torch.ones(3, 4)})
     assert buffer.targets[0][0].tolist() == [[1.0] * 4] * 3
+
+
+def test_the_cause_is_named_for_which_a_gradient_is_not_one_piece() -> None:
+    by_rows, by_columns = per_row_layout([(4, 4), (4, 4)], world=2, dims=[0, 1]).slots
+    assert cause_of_pieces(by_rows, rank_major=False) == ""
+    assert "rank after rank" in cause_of_pieces(by_rows, rank_major=True)
+    assert cause_of_pieces(by_columns, rank_major=False) == "its shard dimension is not 0"
+    (transposed,) = flat_layout([(4, 4)], world=2, strides=[(1, 4)]).slots
+    assert "order of its dimensions" in cause_of_pieces(transposed, rank_major=False)

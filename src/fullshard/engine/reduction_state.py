@@ -30,7 +30,7 @@ from fullshard.storage.reduce_buffer import (
     ReduceBucket,
     ReduceBuffer,
     arrangement,
-    lies_in_one_piece,
+    cause_of_pieces,
 )
 from fullshard.storage.sharded_params import PlainShardedParam, ShardedParam, reads_gradients
 from fullshard.transport.observer import StepObserver
@@ -521,16 +521,15 @@ class ReductionState:
             self._writes_products = True
             self.forget_buffer()
 
-    def takes_product(self, index: int) -> bool:
-        """Return whether backward may write a parameter's gradient: whether its slot is one piece."""
+    def obstacle_to_product(self, index: int) -> str:
+        """Return why backward may not write a parameter's gradient; "" if it may, since its slot is one piece."""
         rank_major = self.arrangement.order is Order.ROWS
-        slot = self._layout.slots[index]
-        return self._writes_products and lies_in_one_piece(slot, rank_major=rank_major)
+        return cause_of_pieces(self._layout.slots[index], rank_major=rank_major)
 
     def place_for_product(self, index: int, *, reduced: bool) -> tuple[Tensor, bool] | None:
         """Return the memory that backward is to write a gradient to, and whether it adds to one there; None for no memory.
 
-        On the compute stream, for a parameter that `takes_product`. With ``reduced``, this backward reduces the group;
+        On the compute stream, for a parameter without an `obstacle_to_product`. With ``reduced``, this backward reduces the group;
         otherwise the gradient waits with those of other microbatches, and a sum that waits is added to there.
 
         The place is the slot in the buffer that this backward's `reduce` sends off. It has memory from the first

@@ -191,12 +191,20 @@ class ReduceBucket:
         torch._foreach_copy_(targets, list(sums.view(-1, 1).unbind()))
 
 
-def lies_in_one_piece(slot: Slot, *, rank_major: bool) -> bool:
-    """Return whether a reduce buffer holds a parameter's gradient as one contiguous tensor of its shape."""
+def cause_of_pieces(slot: Slot, *, rank_major: bool) -> str:
+    """Return why a reduce buffer does not hold a parameter's gradient as one contiguous tensor of its shape; "" if it does."""
     if tuple(slot.strides) != contiguous_strides(slot.shape):
-        return False
+        return "its memory is not in the order of its dimensions"
     # A flat segment lies rank after rank in any case, and its parameters one after the other.
-    return slot.division is Division.FLAT or (slot.division is Division.ROWS and not rank_major)
+    if slot.division is Division.FLAT:
+        return ""
+    if slot.division is not Division.ROWS:
+        return "its shard dimension is not 0"
+    return (
+        "its group is small and has a wire_dtype, so gradients lie rank after rank"
+        if rank_major
+        else ""
+    )
 
 
 def _cuts(ranges: Sequence[tuple[int, int]], numel: int) -> tuple[list[int], list[int]]:
@@ -375,7 +383,7 @@ class ReduceBuffer(Buffer):
         return views + ([self._view(segment, ranks * step, (rest,), (1,))] if rest else [])
 
     def slot(self, param: int) -> Tensor:
-        """Return the memory of a parameter's gradient, in its shape; for parameters that `lies_in_one_piece`."""
+        """Return the memory of a parameter's gradient, in its shape; for parameters that lie in one piece (`cause_of_pieces`)."""
         (target,) = self.targets[param]
         return target
 
@@ -471,7 +479,7 @@ class ReduceBuffer(Buffer):
             params = layout.segments[index].params
             slot = layout.slots[params[0]]
             whole = slot.numel == self._message_numel(index) * layout.world
-            one_piece = lies_in_one_piece(slot, rank_major=self.rank_major)
+            one_piece = not cause_of_pieces(slot, rank_major=self.rank_major)
             in_rows = slot.division is Division.ROWS  # a rank's gradient has the parameter's shape
             if len(params) > 1 or not whole or not one_piece or not in_rows:
                 return []

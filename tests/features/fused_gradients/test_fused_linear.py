@@ -607,8 +607,8 @@ def check_reasons() -> None:
         (
             lambda _: None,
             {"shard_placement_fn": lambda param: Shard(param.ndim - 1)},
-            "it is not one piece",
-            "it is not one piece",
+            "it is not one piece in the reduce buffer: its shard dimension is not 0",
+            "it is not one piece in the reduce buffer: its shard dimension is not 0",
         ),
     ]
     for change, options, up, down in cases:

@@ -306,6 +306,5 @@ def _reason(group: FSDPParamGroup, index: int) -> str:
         return "the forward of its module was replaced"
     if param.placement.unsharded_mesh is not None:
         return "it is tensor-parallel"
-    if not group.reduction.takes_product(index):
-        return "it is not one piece in the reduce buffer: its shard dimension is not 0, its group is small and has a wire_dtype, or its memory is not in the order of its dimensions"
-    return ""
+    cause = group.reduction.obstacle_to_product(index)
+    return f"it is not one piece in the reduce buffer: {cause}" if cause else ""
