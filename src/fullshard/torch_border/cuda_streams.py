@@ -16,7 +16,7 @@ _set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
 class CUDAStream(torch.Stream):
     """A stream that is entered as `torch.Stream` is, without the objects that this makes each time.
 
-    Every gather and every reduction enters one, so it counts: see the experiments in `benchmarks/README.md`.
+    Every gather and every reduction enters one, so it counts: see `docs/decisions/019-calls-around-streams.md`.
     """
 
     def __init__(self, device: torch.device, *, priority: int) -> None:
