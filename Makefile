@@ -5,6 +5,7 @@
 # make test-installed   what pip installs: the wheel with each extra alone, each in an environment of its own, which pip
 #               fills from its index
 # make check    format, lint and types only
+# make dist     sdist and wheel in dist, built, checked, and installed into an empty environment. Needs no network
 # make docs     the pages as a site in build/site; a link that leads nowhere is an error
 # make clean    remove all environments and everything the tools left behind
 #
@@ -53,7 +54,7 @@ CHECKED := $(READY) lint
 TYPES := $(RUN) -m mypy
 endif
 
-.PHONY: train test test-clients test-installed check lint docs clean
+.PHONY: train test test-clients test-installed check lint dist docs clean
 
 train: $(TRAIN_READY)
 	$(RUN) -m fullshard train $(ARGS)
@@ -72,6 +73,9 @@ test-installed: $(READY)
 
 check: $(READY) lint
 	$(RUN) -m mypy
+
+dist: $(READY)
+	$(RUN) .ci/dist.py
 
 docs: $(READY)
 	$(RUN) docs/build_api.py

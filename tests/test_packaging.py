@@ -1,21 +1,30 @@
 """What `pyproject.toml` says about the package is all that its files need; tests/installed installs it.
 
-Here every library is installed, and files are read where they are. So the sources are read instead.
+Here every library is installed, and files are read where they are. So the sources are read instead. What is around the
+package, for contributors and reports, is valid and names what is there: workflows, forms, hooks.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
+
+from fullshard.programs import cli
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "fullshard"
@@ -122,3 +131,101 @@ def test_make_train_installs_what_training_needs_and_make_test_adds_the_tools(
     assert installed("test", ".train-ready") == [".[dev]"]
     assert installed("train") == []
     assert installed("check", ".ready") == []
+
+
+def test_make_dist_builds_what_can_be_installed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "dist.py", tmp_path], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    stem = f"fullshard-{PROJECT['project']['version']}"
+    names = {f"{stem}.tar.gz", f"{stem}-py3-none-any.whl"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+# --- workflows, forms and hooks -------------------------------------------------------------------
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = [ROOT / ".github" / "ISSUE_TEMPLATE" / name for name in ("bug.yml", "feature.yml")]
+OF_PROGRAMS = ("benchmarks/results/", "docs/images/")
+"""Files as programs write them, which the hooks leave alone."""
+
+
+def read_yaml(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no clone")
+    paths = (ROOT / name for name in listed.stdout.split("\0") if name)
+    return [path for path in paths if path.is_file()]
+
+
+def test_workflows_run_what_is_there_on_pythons_and_torches_that_are_supported() -> None:
+    assert [path.name for path in WORKFLOWS] == ["tests.yml"]
+    jobs = read_yaml(WORKFLOWS[0])["jobs"]
+    lines = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    targets = {line.split()[1] for line in lines if line.startswith("make ")}
+    assert targets == {"test", "check", "docs", "dist", "test-installed"}
+    known = re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets <= set(known)
+    matrix = jobs["tests"]["strategy"]["matrix"]["include"]
+    pythons = {each["python"] for each in matrix}
+    assert pythons == {"3.11", "3.12", "3.13", "3.14"}
+    assert PROJECT["project"]["requires-python"] == ">=3.11"
+    (torch,) = PROJECT["project"]["dependencies"]
+    torches = sorted((each["torch"] for each in matrix), key=Version)
+    assert Requirement(torch).specifier == f">={torches[0].removesuffix('.0')}"
+    (usual,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert usual in torches
+
+
+def test_forms_are_valid_and_the_commands_that_they_name_are_there() -> None:
+    app = typer.main.get_command(cli.build_app())
+    commands = app.list_commands(None)
+    for path in (*FORMS, ROOT / "SECURITY.md", ROOT / ".github/ISSUE_TEMPLATE/config.yml"):
+        named = re.findall(r"`fullshard (\w+)", path.read_text())
+        assert set(named) <= set(commands), path
+    for form in map(read_yaml, FORMS):
+        assert {"name", "description", "body"} <= set(form)
+        fields = [each for each in form["body"] if each["type"] != "markdown"]
+        assert len({each["id"] for each in fields}) == len(fields)
+        assert all(each["attributes"]["label"] for each in fields)
+    (environment,) = (
+        each for each in read_yaml(FORMS[0])["body"] if each.get("id") == "environment"
+    )
+    assert "`fullshard env`" in environment["attributes"]["description"]
+    assert environment["validations"] == {"required": True}
+
+
+def test_local_hooks_are_tools_of_the_developers() -> None:
+    repositories = read_yaml(ROOT / ".pre-commit-config.yaml")["repos"]
+    hooks = [hook for each in repositories if each["repo"] == "local" for hook in each["hooks"]]
+    tools = {hook["entry"].removeprefix(".venv/bin/").split()[0] for hook in hooks}
+    assert tools == {"ruff", "mypy"} <= libraries("dev")
+
+
+def test_files_are_as_the_hooks_want_them() -> None:
+    exclude = read_yaml(ROOT / ".pre-commit-config.yaml")["exclude"]
+    wrong = []
+    for path in tracked_files():
+        name, content = str(path.relative_to(ROOT)), path.read_bytes()
+        if name.startswith(OF_PROGRAMS):
+            assert re.search(exclude, name)
+            continue
+        if re.search(rb"[ \t\r]$", content, re.MULTILINE):
+            wrong.append(f"{name}: whitespace ends a line")
+        if (content and not content.endswith(b"\n")) or content.endswith(b"\n\n"):
+            wrong.append(f"{name}: does not end with one newline")
+        if len(content) > 500 * 1024:
+            wrong.append(f"{name}: is large")
+        match path.suffix:
+            case ".json":
+                json.loads(content)
+            case ".toml":
+                tomllib.loads(content.decode())
+            case ".yaml" | ".yml":
+                assert list(yaml.safe_load_all(content))
+    assert wrong == []

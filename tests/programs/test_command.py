@@ -182,7 +182,17 @@ def test_help_and_a_wrong_configuration_do_not_wait_for_torch() -> None:
 def test_every_command_knows_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     verbs = (f"checkpoint {verb}" for verb in ("inspect", "verify", "convert", "diff"))
     app = cli.build_app()
-    for command in ("", "train", "inspect", "report", "evaluate", "export", "checkpoint", *verbs):
+    for command in (
+        "",
+        "train",
+        "inspect",
+        "report",
+        "evaluate",
+        "export",
+        "env",
+        "checkpoint",
+        *verbs,
+    ):
         result = CliRunner().invoke(app, [*command.split(), "--version"])
         assert result.exit_code == 0, command
         assert result.stdout.startswith(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import sys
-from typing import IO, TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import IO, TYPE_CHECKING, NoReturn, cast
 
 from fullshard.drop_in import program
 from fullshard.programs.console.broken_pipe_safe import (
@@ -16,12 +17,13 @@ from fullshard.programs.console.broken_pipe_safe import (
     broken_pipe_safe,
     open_standard_streams,
 )
+from fullshard.programs.env_tool.environment import print_environment
 
 if TYPE_CHECKING:
     import typer
 
 CLI_LIBRARIES = ("typer", "rich")
-"""Packages of the extra `cli`, which every subcommand but `run` needs."""
+"""Packages of the extra `cli`, which every subcommand but `run` and `env` needs."""
 ALL_ARGUMENTS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """Lets a subcommand read its arguments itself."""
 
@@ -34,6 +36,8 @@ def main() -> None:
         program.main(sys.argv[2:], "fullshard run")
         return
     open_standard_streams()
+    if sys.argv[1:] == ["env"]:  # variables are those of the user, and the extra may be missing
+        _run_and_exit(print_environment)
     program.cap_cpu_instructions()
     program.keep_process_after_nccl_errors()
     try:
@@ -48,7 +52,7 @@ def main() -> None:
     _run_and_exit(app)
 
 
-def _run_and_exit(app: typer.Typer) -> None:
+def _run_and_exit(app: Callable[[], object]) -> NoReturn:
     """Run a subcommand, and exit with its code; or with 2 and a message if its output could not be written."""
     output, errors = WatchedStream(sys.stdout), WatchedStream(sys.stderr)
     sys.stdout = cast("IO[str]", output)
@@ -86,6 +90,7 @@ def build_app() -> typer.Typer:
     import typer
 
     from fullshard.programs.checkpoint_tool.command import app as checkpoint
+    from fullshard.programs.env_tool.command import env
     from fullshard.programs.evaluate_tool.command import evaluate
     from fullshard.programs.export_tool.command import export
     from fullshard.programs.inspect_tool.command import inspect
@@ -105,4 +110,5 @@ def build_app() -> typer.Typer:
     app.command()(evaluate)
     app.command()(export)
     app.add_typer(checkpoint, name="checkpoint")
+    app.command()(env)
     return app
