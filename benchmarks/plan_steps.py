@@ -49,13 +49,13 @@ from fullshard.programs.plan_tool.device_steps import (
     steady_seconds,
 )
 from fullshard.programs.plan_tool.host_steps import (
+    WORLD,
     SmallStep,
     SmallSteps,
     SmallStepTurns,
     fitted_host,
     recorded_steps,
     typical_seconds,
-    world_of,
 )
 from fullshard.programs.plan_tool.machine import GIB, MILLI, Machine
 from fullshard.programs.plan_tool.planned_step import plan_step
@@ -195,7 +195,7 @@ def serve_row(configuration: Configuration, pipe: Connection) -> None:
 def serve_small_steps(pipe: Connection) -> None:
     """Take small steps of a calibration: send the host's seconds of some rounds for each word that is received."""
     device = torch.device("cuda")
-    with fake_process_group(world_of(device)):
+    with fake_process_group(WORLD):
         small = SmallStepTurns(device)
         for _ in iter(pipe.recv, "end"):
             pipe.send(small.take(TURN_ROUNDS))
@@ -275,7 +275,7 @@ def with_host_of(machine: Machine, truth: Figures, entries: Sequence[list[Entry]
     steps = SmallSteps(
         *(SmallStep(truth[kind], each) for kind, each in zip(SMALL, entries, strict=True))
     )
-    times: dict[str, Any] = fitted_host(machine, steps).times
+    times: dict[str, Any] = fitted_host(machine, steps)
     return replace(machine, host=replace(machine.host, **times))
 
 
@@ -294,7 +294,7 @@ def compare(
     """Plan what was measured, print both, and return 1 if something is further off than promised."""
     written = json.loads(file.read_text())
     machine, promised = load_profile(profile), {**PROMISED, "gradients": time_limit}
-    entries = recorded_steps(is_cpu=False) if along else []
+    entries = recorded_steps() if along else []
     rows, broken = [], []
     for row in written["results"]:
         name, truth = row["name"], row["measured"]

@@ -60,7 +60,7 @@ ELSEWHERE = {
     r"torchrun .*examples/\w+.py .*": ("on ranks of the tests, in few steps", "tests/programs/test_examples.py"),
     r"torchrun .*examples.clients.\w+": ("needs its libraries", "tests/clients/test_clients.py"),
     r"torchrun .* -m (torchtitan.train|trl.scripts.\w+) \.\.\.": ("needs its libraries", "tests/clients/test_clients.py"),
-    r"torchrun .* -m fullshard plan calibrate .*": ("on ranks of the tests", "tests/programs/plan_tool/test_calibrate.py"),
+    r"(torchrun .* -m )?fullshard plan calibrate .*": ("needs a GPU", "tests/programs/plan_tool/test_calibrate.py"),
     r"torchrun --nnodes=2 .*": ("two hosts", "tests/programs/test_two_hosts.py"),
     r"export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": ("two hosts", "tests/programs/test_two_hosts.py"),
     r"torchrun [^=]*-m fullshard.run train.py.*": ("under torchrun", "tests/drop_in/test_program.py"),

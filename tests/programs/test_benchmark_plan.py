@@ -1,4 +1,4 @@
-"""The benchmarks of plans, with models that take no time: published_runs, plan_steps and plan_ranks."""
+"""The benchmarks of plans, with models that take no time: published_runs and plan_steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plan_ranks, plan_steps, published_models, published_runs
+from benchmarks import plan_steps, published_models, published_runs
 from fullshard.programs.plan_tool.host_steps import recorded_steps
 from fullshard.programs.plan_tool.planned_step import parameters_of, plan_step
 from fullshard.programs.plan_tool.validation import band_of
@@ -99,15 +99,10 @@ def test_small_steps_take_turns_with_a_configuration(
 
 
 def test_a_plan_follows_the_host_that_was_measured_along() -> None:
-    machine, entries = plan_steps.load_profile("h200"), recorded_steps(is_cpu=False)
+    machine, entries = plan_steps.load_profile("h200"), recorded_steps()
     usual = {"plain": 0.02, "recomputed": 0.03, "selective": 0.05}
     slow = {name: 2 * seconds for name, seconds in usual.items()}
     one, other = (plan_steps.with_host_of(machine, each, entries).host for each in (usual, slow))
     assert other.launch_us == pytest.approx(2 * one.launch_us)
     assert other.decision_us == pytest.approx(2 * one.decision_us)
     assert one.decision_us > 0
-
-
-def test_waits_of_ranks_are_compared_with_those_of_the_plan() -> None:
-    planned = plan_ranks.planned_times(2, 16, plan_ranks.load_profile("cpu"))
-    assert 0 < planned.called_ms < planned.exposed_ms < planned.step_ms

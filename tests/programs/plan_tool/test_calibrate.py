@@ -1,14 +1,18 @@
-"""A profile of the machine that runs the tests, and profiles that traces correct."""
+"""A profile of measurements, and profiles that traces correct."""
 
 import functools
-import os
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
 
+from fullshard.programs import cli
 from fullshard.programs.plan_tool import device_steps
 from fullshard.programs.plan_tool.calibrate import (
     _Fit,
@@ -29,21 +33,18 @@ from fullshard.programs.plan_tool.device_steps import (
 )
 from fullshard.programs.plan_tool.host_measurements import HostRates, update_rates
 from fullshard.programs.plan_tool.host_steps import (
-    LEAST_FACTOR,
     SCALED,
     SmallStep,
     SmallSteps,
-    _compute_seconds,
-    _factors,
     fitted_host,
     recorded_steps,
     typical_seconds,
 )
-from fullshard.programs.plan_tool.machine import Machine
-from fullshard.programs.plan_tool.measurements import Bench
+from fullshard.programs.plan_tool.machine import GIB, Machine
+from fullshard.programs.plan_tool.measurements import Bench, Timed, TimedCollective
 from fullshard.programs.plan_tool.playback import play
 from fullshard.programs.plan_tool.profile_file import load_profile, parse_profile, to_toml
-from fullshard.programs.plan_tool.program import Collective, Kernel, Transfer
+from fullshard.programs.plan_tool.program import Collective, CollectiveKind, Kernel, Transfer
 from fullshard.programs.plan_tool.step_program import record_step
 from fullshard.programs.train.model_source import open_model
 from fullshard.tracing.schema import Trace, parse_trace
@@ -52,32 +53,16 @@ from tests.helpers.run_folders import Machine as MadeUp, simulated_trace
 PROFILE = load_profile("h100")
 
 
-def test_a_quick_calibration_gives_a_profile_that_can_be_read(tmp_path) -> None:
-    lines: list[str] = []
-    machine = calibrate(device=torch.device("cpu"), quick=True, report=lines.append)
-    path = tmp_path / "mine.toml"
-    path.write_text(to_toml(machine))
-    read = load_profile(path)
-    assert read.name == "calibrated"
-    assert 0 < read.matmul.peak_tflops["float32"] < 10
-    assert 0 < read.bytes_per_second < 1e12
-    assert 0 < read.host.launch_us < 1e4
-    assert read.sources["traffic.peak_tb_s"].startswith("measured on ")
-    assert read.sources["compiled.traffic"].startswith("profile cpu: ")
-    assert any("not measured; start this with torchrun" in line for line in lines)
-
-
 recorded = functools.cache(recorded_steps)
 
 
-def steps_of(machine: Machine, *, compute: float) -> SmallSteps:
-    """What would be measured on a machine whose kernels take longer in a step."""
+def steps_of(machine: Machine) -> SmallSteps:
+    """What would be measured on a machine."""
     fake = machine.with_fake_group()
-    found = []
-    for entries in recorded(is_cpu=machine.host.is_synchronous):
-        step = SmallStep(sum(map(fake.host_seconds, entries)), entries)
-        found.append(SmallStep(step.seconds + compute * _compute_seconds(fake, step), entries))
-    return SmallSteps(*found)
+    plain, recomputed, selective = (
+        SmallStep(sum(map(fake.host_seconds, entries)), entries) for entries in recorded()
+    )
+    return SmallSteps(plain, recomputed, selective)
 
 
 def test_the_host_is_known_by_what_small_steps_take() -> None:
@@ -87,9 +72,7 @@ def test_the_host_is_known_by_what_small_steps_take() -> None:
         "decision_us": 5.0,
     }
     machine = replace(PROFILE, host=replace(PROFILE.host, **known))
-    found = fitted_host(PROFILE, steps_of(machine, compute=0.0))
-    assert found.times == pytest.approx(known)
-    assert found.compute is None
+    assert fitted_host(PROFILE, steps_of(machine)) == pytest.approx(known)
 
 
 def test_a_step_that_keeps_a_gpu_busy_tells_how_long_kernels_take_in_a_model() -> None:
@@ -105,10 +88,6 @@ def test_a_step_that_keeps_a_gpu_busy_tells_how_long_kernels_take_in_a_model() -
     # A step that waits for the host tells nothing about the device.
     late = replace(PROFILE, host=replace(PROFILE.host, launch_us=400.0))
     assert device_factor(seconds, lambda factor: _with_slower_kernels(late, factor, "")) == 1.0
-
-
-def two_ranks(host: SmallSteps | None) -> Machine:
-    return calibrate(device=torch.device("cpu"), quick=True, host=host)
 
 
 def test_a_gpu_is_timed_when_it_has_been_busy_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,54 +113,112 @@ def test_small_steps_are_compared_within_rounds() -> None:
     assert typical_seconds([fast, [1.0, 9.0, 3.0], slow]) == [1.0, 1.5, 3.0]
 
 
-def test_steps_of_two_widths_tell_operations_of_a_cpu_from_arithmetic(world) -> None:
-    profile = load_profile("cpu")
-    known = {
-        **{name: 3 * getattr(profile.host, name) for name in ("launch_us", "event_us", "hook_us")},
-        "checkpoint_us": 1234.0,
-        "decision_us": 5.0,
-    }
-    machine = replace(profile, host=replace(profile.host, **known))
-    measured = steps_of(machine, compute=1.5)
-    found = fitted_host(profile, measured)
-    assert found.times == pytest.approx({**known, "kernel_us": 0.0})
-    assert found.compute == pytest.approx(1.5)
-    # Ranks that are a process group already use what was measured before.
-    for calibrated in world(2).run(two_ranks, measured):
-        assert calibrated.sources["matmul.efficiency"].endswith(" in small steps")
-        assert calibrated.host.hook_us > calibrated.host.launch_us > 0
-        assert calibrated.sources["host.collective_us"].startswith("measured on ")
+RATES = HostRates(
+    to_device=20e9,
+    to_host=10e9,
+    unpinned=5e9,
+    latency=1e-5,
+    core=8e9,
+    update=25e9,
+    norm=4e9,
+    cores=64,
+    memory_gib=512.0,
+    ranks=8,
+)
 
 
-def test_noise_never_makes_a_time_negative() -> None:
-    profile = load_profile("cpu")
-    steps = steps_of(profile, compute=1.0)
-    assert steps.wide is not None
-    fast, slow = (replace(step, seconds=1e-6) for step in (steps.plain, steps.wide))
-    assert _factors(profile, fast, steps.wide)[0] == LEAST_FACTOR
-    assert _factors(profile, steps.plain, slow)[1] == LEAST_FACTOR
+class _Bench(Bench):
+    """Measures, in no time, a machine that is slower than its profile."""
+
+    machine = _with_slower_kernels(PROFILE, 1.25, "in a test")
+
+    def seconds_of(self, run: Callable[[], object]) -> float:
+        raise AssertionError("the measurements below take no time")
+
+    def products(self, sizes: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> list[Timed]:
+        name = str(dtype).removeprefix("torch.")
+        works = [
+            Kernel("aten.mm", "matmul", name, 2 * m * n * k, 0, (1, m, n, k)) for m, n, k in sizes
+        ]
+        return self._timed(works)
+
+    def attention(
+        self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype
+    ) -> tuple[list[Timed], list[Timed]]:
+        forward, backward = (
+            self._timed(
+                Kernel(name, "attention", "bfloat16", 2 * h * n * n * w, 0, (h, n, n, w))
+                for h, n, w in shapes
+            )
+            for name in ("attention", "attention_backward")
+        )
+        return forward, backward
+
+    def copies(self, mebibytes: Sequence[int]) -> list[Timed]:
+        return self._timed(Kernel("aten.copy_", "memory", "float32", 0, m << 21) for m in mebibytes)
+
+    def shortest_kernel_seconds(self) -> float:
+        return 3e-6
+
+    def collectives(
+        self,
+        kind: CollectiveKind,
+        mebibytes: Sequence[float],
+        group: dist.ProcessGroup,
+        *,
+        stride: int = 1,
+    ) -> list[TimedCollective]:
+        works = [Collective(kind, int(m) << 20, group.size(), stride, "") for m in mebibytes]
+        return [TimedCollective(w, 2 * PROFILE.collective_seconds(w)) for w in works]
+
+    def _timed(self, works: Iterable[Kernel]) -> list[Timed]:
+        return [Timed(work, self.machine.kernel_seconds(work)) for work in works]
+
+
+def calibrated_on_a_gpu(host: SmallSteps) -> tuple[Machine, list[str]]:
+    """What `calibrate` makes of the measurements of a slower GPU of the same kind."""
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+        facts = SimpleNamespace(total_memory=int(PROFILE.memory.capacity_gib * GIB))
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+        patch.setattr("fullshard.programs.plan_tool.calibrate.Bench", _Bench)
+        patch.setattr("fullshard.programs.plan_tool.calibrate.measure_host", lambda *_, **__: RATES)
+        machine = calibrate(torch.device("cuda", 0), host, report=lines.append)
+    return machine, lines
+
+
+def test_a_calibration_gives_a_profile_that_can_be_read(tmp_path: Path) -> None:
+    machine, lines = calibrated_on_a_gpu(steps_of(PROFILE))
+    path = tmp_path / "mine.toml"
+    path.write_text(to_toml(machine))
+    assert load_profile(path) == machine
+    assert machine.name == "calibrated"
+    slower = PROFILE.matmul.efficiency["bfloat16"] / 1.25
+    assert machine.matmul.efficiency["bfloat16"] == pytest.approx(slower, rel=0.05)
+    assert machine.host.launch_us == pytest.approx(PROFILE.host.launch_us)
+    assert machine.traffic.floor_us == pytest.approx(3.0)
+    assert machine.sources["traffic.peak_tb_s"].startswith("measured on NVIDIA H100 ")
+    assert machine.sources["compiled.traffic"].startswith("profile h100: ")
+    assert any("not measured; start this with torchrun" in line for line in lines)
 
 
 def test_ranks_measure_collectives_and_agree_on_the_profile(world) -> None:
-    machine, other = world(2).run(two_ranks, None)
+    (machine, _), (other, _) = world(2).run(calibrated_on_a_gpu, steps_of(PROFILE))
     assert machine == other == parse_profile(to_toml(machine), where="written")
     assert machine.sources["links.all_gather"].startswith("measured on ")
-    (size, milliseconds), *_ = machine.links.all_gather
-    work = Collective("all_gather", int(size * (1 << 20)), 2, 1, "float32")
     # The table is that of all ranks of a host; two of them send half, not nearly all.
-    own = 1 - 1 / machine.links.devices_per_host
-    expected = milliseconds * 1e-3 * 0.5 / own
-    assert machine.collective_seconds(work) == pytest.approx(expected, rel=0.01)
-    # Ranks share cores, and threads of gloo take theirs.
-    for name in ("offload.cores", "host.collective_us", "overlap.compute_slowdown"):
-        assert machine.sources[name].startswith("measured on "), name
-    assert machine.overlap.compute_slowdown > 1
-    assert machine.offload.cores <= (os.cpu_count() or 1)
+    work = Collective("all_gather", 32 << 20, 2, 1, "float32")
+    twice = 2 * PROFILE.collective_seconds(work)
+    assert machine.collective_seconds(work) == pytest.approx(twice, rel=0.01)
 
 
-def test_a_cpu_is_measured_in_processor_time_so_other_processes_do_not_count() -> None:
-    bench = Bench(torch.device("cpu"), seconds_each=0.001)
-    assert bench.seconds_of(lambda: time.sleep(0.005)) < 0.004
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_calibration_says_where_to_run_it() -> None:
+    result = CliRunner().invoke(cli.build_app(), ["plan", "calibrate"])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "A profile is that of a GPU, and torch finds none on this machine. Run" in said
 
 
 def trace_of(made_up: MadeUp) -> Trace:
@@ -233,22 +270,10 @@ def test_slow_compute_and_a_slow_host_are_told_apart() -> None:
 
 
 def test_what_several_ranks_measured_of_host_memory_is_what_each_of_them_gets() -> None:
-    rates = HostRates(
-        to_device=20e9,
-        to_host=10e9,
-        unpinned=5e9,
-        latency=1e-5,
-        core=8e9,
-        update=25e9,
-        norm=4e9,
-        cores=64,
-        memory_gib=512.0,
-        ranks=8,
-    )
     lines: list[str] = []
     for ranks, shared in ((8, 1), (1, PROFILE.offload.devices_per_link)):
-        fit = _Fit(PROFILE, torch.device("cpu"), lines.append)
-        fit.offload(replace(rates, ranks=ranks))
+        fit = _Fit(PROFILE, "a GPU", lines.append)
+        fit.offload(replace(RATES, ranks=ranks))
         facts = fit.machine.offload
         assert (facts.memory_gb_s, facts.devices_per_link) == (25 * ranks, shared)
         up = Transfer("to device", 10**9, True, ranks)
@@ -260,7 +285,11 @@ def test_what_several_ranks_measured_of_host_memory_is_what_each_of_them_gets() 
 
 
 def test_updates_and_norms_of_host_memory_are_measured() -> None:
-    bench = Bench(torch.device("cpu"), seconds_each=0.001)
-    updates, norms = update_rates(bench.seconds_of, 1)
+    def seconds_of(run: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+
+    updates, norms = update_rates(seconds_of, 1)
     assert 1e7 < updates < 1e13
     assert 1e7 < norms < 1e13

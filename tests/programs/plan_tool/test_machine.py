@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,6 @@ from fullshard.programs.plan_tool.profile_file import (
 from fullshard.programs.plan_tool.program import Collective, HostWork, Kernel, Launch
 
 PROFILES = sorted({path.stem for path in known_profiles().values()})
-GPUS = [name for name in PROFILES if name != "cpu"]
 
 
 def matmul(rows: int, columns: int, inner: int, *, dtype: str = "bfloat16") -> Kernel:
@@ -80,7 +80,7 @@ def test_more_ranks_are_never_faster_at_equal_bytes(name: str) -> None:
         assert rises([machine.collective_seconds(gather(mib, n, kind=kind)) for n in worlds])
 
 
-@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("name", PROFILES)
 def test_large_products_reach_the_profiles_share_of_the_peak_and_thin_ones_are_bound_by_memory(
     name: str,
 ) -> None:
@@ -91,7 +91,7 @@ def test_large_products_reach_the_profiles_share_of_the_peak_and_thin_ones_are_b
     assert machine.kernel_seconds(thin) < 1.5 * thin.nbytes / machine.bytes_per_second
 
 
-@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("name", PROFILES)
 def test_attention_is_slower_per_operation_backward_and_for_short_sequences(name: str) -> None:
     machine = load_profile(name)
 
@@ -195,11 +195,31 @@ def test_a_profile_is_found_by_its_aliases_and_by_its_path(tmp_path) -> None:
 
 def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"'h1000'.*Did you mean h100\?.*a100-40.*cpu.*h200"
+        ConfigurationError, match=r"'h1000'.*Did you mean h100\?.*a100-40.*b200.*h200"
     ):
         load_profile("h1000")
     with pytest.raises(ConfigurationError, match=r"no file .*missing\.toml"):
         load_profile("missing.toml")
+
+
+def older_text(*, is_synchronous: str) -> str:
+    """Return a profile as version 0.1 has written it."""
+    old = {"turn_us": "3000.0", "is_synchronous": is_synchronous}
+    lines = [f'{name} = {value}\nsource.{name} = "measured"\n' for name, value in old.items()]
+    return to_toml(load_profile("h100")).replace("[compiled]", f"{''.join(lines)}\n[compiled]")
+
+
+def test_a_profile_of_a_gpu_that_an_older_version_has_written_is_read() -> None:
+    read = parse_profile(older_text(is_synchronous="false"), where="old.toml")
+    assert read == load_profile("h100")
+
+
+@pytest.mark.parametrize("name", ["cpu", "CPU", "gloo", "laptop", "a file"])
+def test_a_cpu_is_refused_with_what_to_plan_instead(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(older_text(is_synchronous="true"))
+    with pytest.raises(ConfigurationError, match=r"Plans are of GPUs.*--gpu h100"):
+        load_profile(path if name == "a file" else name)
 
 
 def bad_text(machine: Machine) -> str:
@@ -209,7 +229,6 @@ def bad_text(machine: Machine) -> str:
         ("\nlaunch_us = ", "\nlaunch_us = -"),
         ("\nhop_us = 14.0", '\nhop_us = "fast"'),
         ("floor_us = 2.0\n", ""),
-        ("is_synchronous = false", "is_synchronous = 0"),
         ("[overlap]", "[overlaps]"),
         ("peak_tb_s = 3.35", "peak_tb_s = inf"),
     ):
@@ -228,7 +247,6 @@ def test_a_bad_profile_is_refused_in_one_message_with_all_offenders() -> None:
         "host.launch_us must be 0 or more",
         "network.hop_us must be a finite number, got 'fast'",
         "traffic.floor_us is missing",
-        "host.is_synchronous must be true or false, got 0",
         "[overlap] is missing",
         "overlaps is not known. Did you mean overlap?",
         "traffic.peak_tb_s must be a finite number",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -35,7 +35,7 @@ class _Machine:
     """Kernels and collectives take as many seconds as they have bytes; the host needs time for hooks only."""
 
     def __init__(self, machine: Machine) -> None:
-        self.overlap, self.host, self.slowdown = machine.overlap, machine.host, machine.slowdown
+        self.overlap, self.host = machine.overlap, machine.host
 
     def kernel_seconds(self, kernel: Kernel, *, is_compiled: bool) -> float:
         return kernel.nbytes / (2 if is_compiled else 1)
@@ -77,8 +77,8 @@ def updated(seconds: int) -> HostCompute:
     return HostCompute(Kernel("k", "memory", "float32", 0, seconds), "optimizer", 8)
 
 
-def played(*entries: Entry, slowdown: float = 1.0, has_streams: bool = True) -> Playback:
-    program = Program(entries, 0, len(entries), STREAMS, {}, has_streams)
+def played(*entries: Entry, slowdown: float = 1.0) -> Playback:
+    program = Program(entries, 0, len(entries), STREAMS, {})
     return play(program, machine(slowdown=slowdown))
 
 
@@ -159,52 +159,6 @@ def test_a_kernel_is_slower_while_a_collective_runs() -> None:
     assert result.seconds == pytest.approx(5)
 
 
-def test_without_streams_the_host_computes_and_the_wire_goes_on() -> None:
-    wait = [Record(GATHER, 1), kernel(2), Wait(HOST, 1), kernel(1)]
-    result = played(collective(5), *wait, has_streams=False)
-    assert result.seconds == 6
-    assert result.host_seconds == 6
-
-
-def on_cores(
-    *entries: Entry, cores: int, ranks: int, turn: float, taken: float = 0.0, call: float = 0.0
-) -> Playback:
-    """Ranks of one host, whose collectives take a part of a core while they run."""
-    cpu = load_profile("cpu")
-    cpu = replace(
-        cpu,
-        offload=replace(cpu.offload, cores=cores),
-        overlap=replace(cpu.overlap, compute_slowdown=1 / (1 - taken)),
-        host=replace(cpu.host, turn_us=turn * 1e6, collective_us=call * 1e6),
-    )
-    program = Program(entries, 0, len(entries), STREAMS, {}, False)
-    return play(program, cast("Machine", _Machine(cpu)), ranks=ranks)
-
-
-def test_ranks_on_the_same_cores_take_turns_and_wait_for_the_last_one() -> None:
-    entries = (kernel(4), collective(1), Record(GATHER, 1), Wait(HOST, 1))
-    for turn, waits in ((9.0, 2.0), (1.0, 0.5)):
-        result = on_cores(*entries, cores=2, ranks=4, turn=turn)
-        # Two ranks on each core: 8 s for 4 s of work, and the collective.
-        assert result.seconds == pytest.approx(9)
-        assert result.of_host(1) == pytest.approx(8 - waits)
-        assert result.idle == pytest.approx({"gather": waits + 1})
-    assert on_cores(*entries, cores=4, ranks=4, turn=9.0).idle == pytest.approx({"gather": 1})
-    # The call was measured on the same cores, so it takes no longer on shared ones.
-    result = on_cores(*entries, cores=2, ranks=4, turn=9.0, call=3.0)
-    assert result.idle == pytest.approx({"gather": 2 + 3 + 1})
-    assert result.seconds == pytest.approx(9 + 3)
-
-
-def test_threads_of_a_collective_take_cores_from_compute_if_there_are_no_others() -> None:
-    entries = (collective(4), kernel(4), collective(1), Record(GATHER, 1), Wait(HOST, 1))
-    result = on_cores(*entries, cores=2, ranks=2, taken=0.5, turn=0.1)
-    # Half speed for 4 s, then 2 s alone. Half of the 2 s that were lost is a wait.
-    assert result.of_host(2) == pytest.approx(6 - 1)
-    assert result.idle == pytest.approx({"gather": 1 + 1})
-    assert on_cores(*entries, cores=3, ranks=2, taken=0.5, turn=0.1).of_host(2) == 4
-
-
 def test_times_of_compute_and_its_waits_are_the_whole_step() -> None:
     entries: list[Entry] = []
     for layer in range(6):
@@ -229,5 +183,5 @@ def test_forward_and_backward_are_over_when_the_optimizer_begins() -> None:
 
 def test_compiled_kernels_take_what_the_machine_says() -> None:
     entries = (kernel(4),)
-    program = Program(entries, 0, 1, STREAMS, {}, True)
+    program = Program(entries, 0, 1, STREAMS, {})
     assert play(program, machine(), is_compiled=True).seconds == 2

@@ -281,7 +281,6 @@ def test_compiled_blocks_are_tried(template: PlannedStep, monkeypatch: pytest.Mo
 
     found, _ = searched(template, monkeypatch, cost)
     assert dict(found.best[0].change.values) == {COMPILE: "blocks"}
-    assert all(COMPILE != change.axis for change in single_changes(on_cpu()))
 
 
 def test_fused_gradients_are_tried_where_they_are_not_on_already(
@@ -293,15 +292,10 @@ def test_fused_gradients_are_tried_where_they_are_not_on_already(
     found, _ = searched(template, monkeypatch, cost)
     assert dict(found.best[0].change.values) == {FUSE: True}
     for asked in (
-        on_cpu(),
         question("compute.graph=true"),
         question("compute.fuse_gradients=true"),
     ):
         assert all(FUSE != change.axis for change in single_changes(asked))
-
-
-def on_cpu() -> Question:
-    return read_question("tiny", 2, read_machine("cpu", None, None), SMALL)
 
 
 def test_larger_batches_are_tried_with_the_best_configuration(

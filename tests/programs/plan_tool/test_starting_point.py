@@ -47,10 +47,6 @@ def test_a_gpu_computes_in_bf16_with_windows_as_long_as_the_model_takes(tmp_path
     assert shown(question(model="gpt2"))[1] == 1024
 
 
-def test_a_cpu_keeps_the_trainer_s_defaults() -> None:
-    assert shown(question(gpu="cpu")) == ("fp32", 128, 8, "none")
-
-
 def test_what_is_asked_for_is_taken(tmp_path: Path) -> None:
     settings = ("compute.precision=fp32", "data.context=64", "train.batch=32")
     assert shown(question(*settings)) == ("fp32", 64, 32, "none")

@@ -1,7 +1,7 @@
 """A profile of the machine on which this runs: `fullshard plan calibrate`.
 
-    measure     products, attention, copies, launches; on a GPU also host memory and the link to it; collectives, if torchrun
-                has started several ranks
+    measure     products, attention, copies, steps of small models, host memory and the link to it; collectives, if torchrun has
+                started several ranks
     fit         the few numbers of a profile that explain the measurements; all others stay those of the nearest
                 shipped profile, and say so
 
@@ -12,8 +12,6 @@ power limits, a slow host and contention are in it.
 from __future__ import annotations
 
 import datetime
-import os
-import platform
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -50,67 +48,48 @@ QUICK_SECONDS_EACH = 0.01
 AHEAD = 0.02
 """A host that is ahead of its device by less than this share of a step may be what the device waits for."""
 
-PRODUCTS = {
-    "cuda": [(8192, 8192, 8192), (4096, 14336, 4096), (8192, 4096, 4096), (2048, 2048, 2048)],
-    "cpu": [(1024, 1024, 512), (512, 512, 512), (256, 1024, 256)],
-    "quick": [(512, 512, 512), (256, 1024, 256)],
-}
-HEADS = {"cuda": [(32, 2048, 128), (32, 8192, 128)], "cpu": [(4, 512, 64)], "quick": [(2, 128, 64)]}
-COPIES = {"cuda": [64, 256, 1024], "cpu": [16, 64], "quick": [16]}
-"""MiB, no longer all in the caches of a CPU."""
-MOST_TAKEN = 0.95
-"""The largest share of a core that a collective is said to take."""
-
-GATHERS: Mapping[str, Sequence[float]] = {
-    "cuda": [1, 8, 32, 128, 512, 1024],
-    "cpu": [0.01, 0.25, 1, 8, 32],
-    "quick": [0.01, 0.5, 2],
-}
+PRODUCTS = ((8192, 8192, 8192), (4096, 14336, 4096), (8192, 4096, 4096), (2048, 2048, 2048))
+HEADS = ((32, 2048, 128), (32, 8192, 128))
+COPIES = (64, 256, 1024)
+"""MiB."""
+GATHERS = (1, 8, 32, 128, 512, 1024)
 """MiB in all."""
 HOST_COPY = 256
 """MiB of a copy from and to host memory, and of the parameters that are updated there: more than the caches of a CPU hold."""
 
 
 def calibrate(
+    device: torch.device,
+    host: SmallSteps,
     *,
-    device: torch.device | None = None,
     base: str | None = None,
     quick: bool = False,
-    host: SmallSteps | None = None,
     report: Report = lambda text: None,
 ) -> Machine:
-    """Measure this machine, and return its profile. Takes less than a minute; a second or two if `quick`.
+    """Measure a GPU and its host, and return their profile. Takes less than a minute; less if `quick`.
 
     Under torchrun all ranks must call this. All of them get the same profile.
 
     Args:
-        device: The measured device; the GPU, if there is one.
+        device: The GPU.
+        host: The result of `measure_steps`, from before there was a process group.
         base: The profile for everything that is not measured. By default the one of the same GPU.
-        quick: Measure fewer and smaller things.
-        host: The result of `measure_steps`, from before there was a process group. Without it, the host is known by operations
-            in a loop, which are faster than those of a model.
+        quick: Measure for a shorter time.
         report: Is given a line for each thing that is measured.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start = load_profile(base or nearest_profile(device))
     bench = Bench(device, seconds_each=QUICK_SECONDS_EACH if quick else SECONDS_EACH)
-    sizes = "quick" if quick and device.type == "cpu" else device.type
-    fit = _Fit(start, device, report)
-    # CPUs without instructions for bfloat16 take minutes for what is measured here.
-    dtypes = [torch.bfloat16, torch.float32] if device.type == "cuda" else [torch.float32]
-    for dtype in dtypes:
-        fit.products(bench.products(PRODUCTS[sizes], dtype))
-    fit.attention(*bench.attention(HEADS[sizes], dtypes[0]))
-    fit.copies(bench.copies(COPIES[sizes]))
+    fit = _Fit(start, torch.cuda.get_device_name(device), report)
+    fit.capacity(torch.cuda.get_device_properties(device).total_memory)
+    for dtype in (torch.bfloat16, torch.float32):
+        fit.products(bench.products(PRODUCTS, dtype))
+    fit.attention(*bench.attention(HEADS, torch.bfloat16))
+    fit.copies(bench.copies(COPIES))
     fit.floor(bench.shortest_kernel_seconds())
-    if host is None:
-        fit.launches(bench.launch_seconds())
-    else:
-        fit.steps(host)
-    if device.type == "cuda":
-        _measure_host_memory(fit, bench)
+    fit.steps(host)
+    _measure_host_memory(fit, bench)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        _measure_collectives(fit, bench, GATHERS[sizes])
+        _measure_collectives(fit, bench)
     else:
         report("collectives: not measured; start this with torchrun to measure them")
     return _of_first_rank(fit.machine)
@@ -126,9 +105,7 @@ def _measure_host_memory(fit: _Fit, bench: Bench) -> None:
 
 
 def nearest_profile(device: torch.device) -> str:
-    """Return the name of the shipped profile for a device; ConfigurationError if there is none."""
-    if device.type != "cuda":
-        return "cpu"
+    """Return the name of the shipped profile for a GPU; ConfigurationError if there is none."""
     name = torch.cuda.get_device_name(device).lower()
     gib = torch.cuda.get_device_properties(device).total_memory / GIB
     fitting = [
@@ -144,25 +121,21 @@ def nearest_profile(device: torch.device) -> str:
     return min(fitting, key=lambda machine: abs(machine.memory.capacity_gib - gib)).name
 
 
-def _measure_collectives(fit: _Fit, bench: Bench, mebibytes: Sequence[float]) -> None:
+def _measure_collectives(fit: _Fit, bench: Bench) -> None:
     world, local = dist.get_world_size(), local_ranks()
     first = dist.get_rank() // local * local
     # All ranks make all groups, in the same order.
     groups = [dist.new_group(list(range(host, host + local))) for host in range(0, world, local)]
     host_group = groups[first // local]
     if local > 1:
-        gathers = bench.collectives("all_gather", mebibytes, host_group)
-        large = mebibytes[-2:]
+        gathers = bench.collectives("all_gather", GATHERS, host_group)
+        large = GATHERS[-2:]
         scatters = bench.collectives("reduce_scatter", large, host_group)
         fit.links(gathers, scatters, bench.collectives("all_reduce", large, host_group))
-        if bench.device.type == "cpu":
-            if not fit.knows_steps:
-                fit.hooks(bench.hook_seconds())
-            fit.cores([*gathers, *scatters], bench.turn_seconds())
     if world > local:
         whole = dist.group.WORLD
         assert whole is not None
-        fit.network(bench.collectives("all_gather", [mebibytes[0], mebibytes[-1]], whole))
+        fit.network(bench.collectives("all_gather", [GATHERS[0], GATHERS[-1]], whole))
 
 
 def _of_first_rank(machine: Machine) -> Machine:
@@ -180,14 +153,10 @@ def _of_first_rank(machine: Machine) -> Machine:
 class _Fit:
     """A profile, of which measured values replace those it began with."""
 
-    def __init__(self, start: Machine, device: torch.device, report: Report) -> None:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    def __init__(self, start: Machine, gpu: str, report: Report) -> None:
         today = datetime.date.today().isoformat()
-        self._measured = f"measured on {name or 'this CPU'}, {today}, torch {torch.__version__}"
-        self._is_gpu = device.type == "cuda"
+        self._measured = f"measured on {gpu}, {today}, torch {torch.__version__}"
         self._report = report
-        self.knows_steps = False
-        """Whether the host's times are those of small steps, which have the engine's hooks in them."""
         untouched = {
             key: source if source.startswith("profile") else f"profile {start.name}: {source}"
             for key, source in start.sources.items()
@@ -199,9 +168,6 @@ class _Fit:
             aliases=(),
             sources=untouched,
         )
-        if self._is_gpu:
-            total = torch.cuda.get_device_properties(device).total_memory / GIB
-            self._put("memory", capacity_gib=total)
 
     def _put(self, section: str, *, band: float | None = None, **values: Any) -> None:
         machine = self.machine
@@ -215,13 +181,15 @@ class _Fit:
             bands=bands,
         )
 
+    def capacity(self, nbytes: int) -> None:
+        """Set the memory of the device."""
+        self._put("memory", capacity_gib=nbytes / GIB)
+
     def products(self, timed: Sequence[Timed]) -> None:
         """Set the efficiency of a dtype, with which half of the products are predicted too fast and half too slow."""
         facts, dtype = self.machine.matmul, timed[0].work.dtype
         best = max(each.work.flops / each.seconds for each in timed) / TERA
-        # A data sheet knows a GPU's peak. That of one core of some CPU is what it does at its best.
-        peak = max(best, facts.peak_tflops[dtype]) if self._is_gpu else best
-        peaks = {**facts.peak_tflops, dtype: peak}
+        peaks = {**facts.peak_tflops, dtype: max(best, facts.peak_tflops[dtype])}
         self._put("matmul", peak_tflops=peaks, efficiency={**facts.efficiency, dtype: 1.0})
         ratios = self._ratios(timed)
         efficiency = min(1.0, statistics.median(ratios))
@@ -246,7 +214,7 @@ class _Fit:
         """Set the bandwidth of memory."""
         rates = [each.work.nbytes / each.seconds / TERA for each in timed]
         rate = statistics.median(rates)
-        peak = max(rate, self.machine.traffic.peak_tb_s) if self._is_gpu else rate
+        peak = max(rate, self.machine.traffic.peak_tb_s)
         self._put("traffic", peak_tb_s=peak, efficiency=rate / peak, band=_spread(rates))
         self._report(f"memory: {rate * 1e3:.4g} GB/s")
 
@@ -254,23 +222,11 @@ class _Fit:
         """Set how fast small kernels follow each other."""
         self._put("traffic", floor_us=seconds / MICRO)
 
-    def launches(self, seconds: float) -> None:
-        """Set the host's time for an operation. What else it does is slower or faster by the same factor."""
-        facts = self.machine.host
-        factor = seconds / MICRO / facts.launch_us if facts.launch_us else 1.0
-        others = {name: getattr(facts, name) * factor for name in SCALED}
-        self._put("host", **{**others, "launch_us": seconds / MICRO})
-        self._report(f"host: {seconds / MICRO:.3g} us for an operation")
-
     def steps(self, measured: SmallSteps) -> None:
         """Set the host's times by steps that waited for nothing else, and how long kernels take in a step."""
-        self.knows_steps = True
         found = fitted_host(self.machine, measured)
-        self._put("host", **found.times)
-        self._report(f"host: {found.times['launch_us']:.3g} us for an operation of a model")
-        if found.compute is not None:
-            self.machine = _with_slower_kernels(self.machine, found.compute, "in small steps")
-            self._report(f"compute: {found.compute:.3g} of these times in a model")
+        self._put("host", **found)
+        self._report(f"host: {found['launch_us']:.3g} us for an operation of a model")
         if measured.busy_seconds is not None:
             machine = self.machine
             factor = device_factor(
@@ -309,8 +265,6 @@ class _Fit:
         """Set the table of a host, and the relative times of other collectives of the largest sizes."""
         facts = self.machine.links
         ranks = gathers[0].work.ranks
-        if not self._is_gpu:
-            facts = replace(facts, devices_per_host=max(facts.devices_per_host, ranks))
         # The table is that of all devices of a host, of which a rank's own part is smaller.
         scale = (1 - 1 / max(2, facts.devices_per_host)) / (1 - 1 / ranks)
         rows: list[tuple[float, float]] = []
@@ -320,7 +274,6 @@ class _Fit:
         last = gathers[-1].seconds
         self._put(
             "links",
-            devices_per_host=facts.devices_per_host,
             all_gather=tuple(rows),
             reduce_scatter=_relative(scatters, gathers),
             all_reduce=_relative(reduces, gathers),
@@ -328,30 +281,6 @@ class _Fit:
         self._report(
             f"all-gather of {rows[-1][0]:g} MiB among {ranks} ranks: {last / MILLI:.3g} ms"
         )
-
-    def hooks(self, seconds: float) -> None:
-        """Set the engine's part of a group's forward or backward."""
-        self._put("host", hook_us=seconds / MICRO)
-        self._report(f"engine: {seconds / MICRO:.3g} us for a pass of a group")
-
-    def cores(self, collectives: Sequence[TimedCollective], turn_seconds: float | None) -> None:
-        """Set the time that ranks on the same cores take from each other, and that a collective takes from compute."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self._put("offload", cores=cores or 1)
-        # It does not depend on the size.
-        call = min(each.call_seconds for each in collectives)
-        self._put("host", collective_us=call / MICRO)
-        taken = sum(each.backend_seconds for each in collectives)
-        share = min(MOST_TAKEN, taken / max(MICRO, sum(each.seconds for each in collectives)))
-        self._put("overlap", compute_slowdown=1 / (1 - share))
-        self._report(
-            f"a collective: {call / MICRO:.3g} us to call it; while it runs, threads of the backend take {share:.0%} of a core"
-        )
-        if turn_seconds is not None:
-            self._put("host", turn_us=turn_seconds / MICRO)
-            self._report(
-                f"a thread keeps a core for {turn_seconds / MILLI:.3g} ms when others want it"
-            )
 
     def network(self, gathers: Sequence[TimedCollective]) -> None:
         """Set the least time of a collective between hosts, and the share of the bandwidth that a large one gets."""
@@ -398,7 +327,7 @@ def calibrate_from_trace(
         factors = {name: getattr(machine.host, name) * host for name in SCALED}
         machine = _corrected(machine, "host", factors, f"times {host:.3g} by a trace")
         report(f"host: {host:.3g} of the planned time")
-    if not machine.host.is_synchronous and _is_host_bound(measured):
+    if _is_host_bound(measured):
         report("compute: not corrected; the device waited for the host")
         return machine
     compute = _compute_ratio(measured, predicted)

@@ -17,6 +17,11 @@ from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.run_plan import planned_run
 from fullshard.programs.report.run_files import Run, read_run
 
+NO_GPU = (
+    "A profile is that of a GPU, and torch finds none on this machine. Run fullshard plan calibrate on the machine that will train. "
+    "A plan by itself needs no GPU: fullshard plan MODEL --gpu h100."
+)
+
 
 def calibrated(
     *, quick: bool, base: str | None, run: Path | None, report: Callable[[str], None]
@@ -33,10 +38,8 @@ def calibrated(
         The profile on the first rank; None on others.
     """
     measured = None if run is None else _traced(run)
-    # All ranks of a host at once, as they train, and before they are a process group. On a CPU their steps take longer than
-    # all else that is measured quickly.
-    is_too_long = quick and _device().type == "cpu"
-    host = None if is_too_long else measure_steps(_device())
+    # All ranks of a host at once, as they train, and before they are a process group.
+    host = measure_steps(_device())
     with _ranks() as (rank, device):
         said = report if rank == 0 else _say_nothing
         machine = calibrate(device=device, base=base, quick=quick, host=host, report=said)
@@ -63,9 +66,9 @@ def _traced(run: Path) -> Run:
 
 
 def _device() -> torch.device:
-    """Return the device that this process measures, and let it be the current one."""
+    """Return the GPU that this process measures, and let it be the current one; ConfigurationError if there is none."""
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        raise ConfigurationError(NO_GPU)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
@@ -78,7 +81,7 @@ def _ranks() -> Iterator[tuple[int, torch.device]]:
     if "RANK" not in os.environ:
         yield 0, device
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("nccl")
     try:
         yield dist.get_rank(), device
     finally:

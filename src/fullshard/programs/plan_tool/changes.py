@@ -114,9 +114,9 @@ def single_changes(question: Question) -> list[Change]:
         found.append(Change(((WIRE, "bf16"),)))
     if config.sharding.offload:
         found.append(Change(((OFFLOAD, False),)))
-    if config.compute.compile == "none" and not question.machine.host.is_synchronous:
+    if config.compute.compile == "none":
         found.append(Change(((COMPILE, "blocks"),)))
-    if not (config.compute.fuses_gradients("cuda") or question.machine.host.is_synchronous):
+    if not config.compute.fuses_gradients("cuda"):
         found.append(Change(((FUSE, True),)))
     if config.optimizer.name in ("adam", "adamw"):
         found.append(Change(((OPTIMIZER, "adamw8bit"),), saves_memory=True))
@@ -168,7 +168,7 @@ def offloads(question: Question) -> list[Change]:
     """Return changes that move shards to host memory, alone and with what else saves the most; none if that has no plan."""
     config = question.config
     has_plan = config.optimizer.name not in SENDING and not config.optimizer.shard_over_replicas
-    if config.sharding.offload or question.machine.host.is_synchronous or not has_plan:
+    if config.sharding.offload or not has_plan:
         return []
     values: list[tuple[str, Any]] = [(OFFLOAD, True)]
     found = [Change(tuple(values), saves_memory=True)]

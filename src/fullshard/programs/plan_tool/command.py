@@ -257,7 +257,7 @@ def _progress(line: ProgressLine) -> Told:
 @app.command(CALIBRATE)
 def calibrate(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure less, in a second or two.")
+        bool, typer.Option("--quick", help="Measure each thing for a shorter time.")
     ] = False,
     base: Annotated[
         str | None,
@@ -282,7 +282,7 @@ def calibrate(
     ] = Path("profile.toml"),
     version: Version = False,
 ) -> None:
-    """Measure the machine this runs on, and write a profile for plans.
+    """Measure the GPUs this runs on, and write a profile for plans.
 
     Start it with torchrun on all GPUs of one or two hosts to measure
     collectives, too: torchrun --nproc-per-node 8 -m fullshard plan calibrate

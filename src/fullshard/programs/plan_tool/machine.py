@@ -50,9 +50,6 @@ FAKE_COPY = 0.22
 SPLITS = (1, 2, 4, 8)
 """Numbers of parts into which a library may cut the inner dimension of a product, so that all processors have work."""
 
-LEAST_SHARE = 0.05
-"""Least share of a core for compute: even a collective that could use all cores lets other work have its turn."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFacts:
@@ -136,10 +133,6 @@ class HostFacts:
     """A call whose activations are recomputed, beside its operations: in forward and in backward together."""
     decision_us: float
     """An operation about which a policy of selective recomputation decides, each time it runs; none in compiled blocks."""
-    turn_us: float
-    """Time for which a thread keeps a core that other threads want, too."""
-    is_synchronous: bool
-    """The host itself computes, as on a CPU; it goes on when a kernel has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,8 +220,7 @@ class OverlapFacts:
     TITLE: ClassVar[str] = "overlap"
 
     compute_slowdown: float
-    """Time of a kernel while a collective runs on the same device, relative to alone. On a CPU the device is a core that
-    the rank has for itself; with a slowdown of 2, the collective takes half of it."""
+    """Time of a kernel while a collective runs on the same device, relative to alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -336,22 +328,6 @@ class Machine:
             rate *= keys / (keys + facts.half_length)
             rate *= min(1.0, heads * max(1.0, queries / 128) / self.matmul.processors)
         return kernel.flops / rate
-
-    def slowdown(self, ranks: int, *, beside_collective: bool) -> float:
-        """Return how much longer compute takes than by itself.
-
-        A collective takes what it needs of the processors, and compute has the rest: of a GPU, or of the cores of a host,
-        which all its ranks share.
-
-        Args:
-            ranks: Ranks of the whole run.
-            beside_collective: One runs at the same time.
-        """
-        taken = 1 - 1 / self.overlap.compute_slowdown if beside_collective else 0.0
-        if not self.host.is_synchronous:
-            return 1 / (1 - taken)
-        cores = self.offload.cores / self.ranks_on_host(ranks)
-        return 1 / max(LEAST_SHARE, min(1.0, cores - taken))
 
     # --- collectives
 

@@ -24,7 +24,7 @@ Gpus = Annotated[
     typer.Option(min=1, help="How many.", show_default=f"{DEFAULT_WORLD}, or what the file says"),
 ]
 Gpu = Annotated[
-    str | None, typer.Option(help="Its name, such as h100, a100-80, cpu.", show_default=False)
+    str | None, typer.Option(help="Its name, such as h100 or a100-80.", show_default=False)
 ]
 Profile = Annotated[
     Path | None,

@@ -132,9 +132,9 @@ def _notes(planned: PlannedStep, bands: Bands) -> Iterator[str]:
     text = validation_text(planned, bands)
     if text:
         yield text
-    if planned.config.compute.precision == "fp32" and not planned.machine.host.is_synchronous:
+    if planned.config.compute.precision == "fp32":
         yield FP32_NOTE
-    if planned.config.compute.graph and not planned.machine.host.is_synchronous:
+    if planned.config.compute.graph:
         yield GRAPH_NOTE
     if planned.padding is not None:
         yield planned.padding

@@ -133,11 +133,9 @@ def plan_step(
     Raises:
         ConfigurationError: the configuration does not go together, or not with this number of ranks.
     """
-    step = record_step(
-        config, world, source or open_model(config), has_streams=not machine.host.is_synchronous
-    )
+    step = record_step(config, world, source or open_model(config))
     is_compiled = config.compute.compile == "blocks"
-    playback = play(step.program, machine, is_compiled=is_compiled, ranks=world)
+    playback = play(step.program, machine, is_compiled=is_compiled)
     kept = _kept_activations(config, machine)
     memory = memory_use(step.program, machine, kept=kept)
     return PlannedStep(

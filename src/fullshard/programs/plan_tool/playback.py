@@ -4,20 +4,11 @@ The host issues entries one after the other, each in its time. A stream works th
 wait holds it until the mark is reached that the event had when the host issued the wait. Whatever runs at the same time
 shares the machine:
 
-    a kernel        takes longer while a collective runs on the same device: `Machine.slowdown`
+    a kernel        takes longer while a collective runs on the same device: `OverlapFacts`
     a collective    shares its link with other collectives, which halves the speed of two
     a transfer      shares the link to host memory with other transfers in the same direction
 
 Speeds change whenever something begins or ends, so the clock goes from one such moment to the next.
-
-[Note: ranks on the same cores]
-Without streams the host computes, and all ranks of a host share its cores with the threads of their collectives. Before each
-collective the ranks meet (`comm.meetings`), so between two meetings all of them do the same work. But cores are not shared
-evenly: while one rank has to stand still, another goes on, and waits for the first one at the meeting. This rank stands for
-all, and has the mean of their waits. Of the time for which it has no core
-
-    for collectives     half is a wait: a thread of the backend is on the core of one rank, and all others come before that one
-    for other ranks     half is a wait, but of the last turn only: ranks on a core take turns, which even out before
 """
 
 from __future__ import annotations
@@ -26,12 +17,11 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from fullshard.programs.plan_tool.machine import MICRO, Machine
+from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.program import (
     COMPUTE,
     HOST,
     Collective,
-    Entry,
     HostCompute,
     Kernel,
     Launch,
@@ -55,9 +45,6 @@ _AWAITED: dict[str, Idle] = {
 
 _WIRE = "wire"
 """The link of collectives. Those of transfers are their directions."""
-
-_CALL = "call"
-"""The link of the host's own calls of collectives."""
 
 _TINY = 1e-12
 """Seconds that are no time: what rounding leaves of finished work."""
@@ -98,19 +85,6 @@ class _Queue:
 
 
 @dataclass(slots=True)
-class _Meeting:
-    """The last meeting of the ranks, and the host's time since."""
-
-    time: float = 0.0
-    place: int = 0
-    """Index of the first entry behind it, in the host's times."""
-    busy: float = 0.0
-    """Seconds for which the host had work."""
-    waited: float = 0.0
-    """Seconds for which it waited for collectives."""
-
-
-@dataclass(slots=True)
 class Playback:
     """The times of a program's step. They count from the moment at which the host begins with it."""
 
@@ -148,32 +122,19 @@ class Playback:
         return self._hosts[place]
 
 
-def _is_call(entry: Entry) -> bool:
-    return isinstance(entry, Launch) and isinstance(entry.work, Collective) and entry.work.ranks > 1
-
-
-def _reason(work: Collective) -> Idle:
-    return "gather" if work.kind == "all_gather" else "reduction"
-
-
-def play(
-    program: Program, machine: Machine, *, is_compiled: bool = False, ranks: int = 1
-) -> Playback:
+def play(program: Program, machine: Machine, *, is_compiled: bool = False) -> Playback:
     """Return the times of a program's step on a machine.
 
     Args:
         program: A step.
         machine: The machine that it runs on.
         is_compiled: The model's blocks are compiled.
-        ranks: Ranks of the whole run.
     """
-    return _Player(program, machine, is_compiled=is_compiled, ranks=ranks).play()
+    return _Player(program, machine, is_compiled=is_compiled).play()
 
 
 class _Player:
-    def __init__(
-        self, program: Program, machine: Machine, *, is_compiled: bool, ranks: int
-    ) -> None:
+    def __init__(self, program: Program, machine: Machine, *, is_compiled: bool) -> None:
         self._program, self._machine, self._is_compiled = program, machine, is_compiled
         self._queues = [_Queue() for _ in program.streams]
         self._now = 0.0
@@ -188,13 +149,6 @@ class _Player:
         """The stream that the host waits for, if it waits."""
         self._updates: deque[tuple[float, float]] = deque()
         """Begin and end of what the host has computed in its own memory, as far as the device has not got there."""
-        self._slowdown = machine.slowdown(ranks, beside_collective=False)
-        self._slowdown_beside = machine.slowdown(ranks, beside_collective=True)
-        self._meeting = _Meeting()
-        self._reasons: dict[int, Idle] = {}
-        """The reason for which the host waits for each mark, without streams."""
-        self._reason: Idle | None = None
-        """The same for the mark that it waits for now."""
 
     def play(self) -> Playback:
         program, machine, result = self._program, self._machine, self._result
@@ -205,22 +159,12 @@ class _Player:
         for index in range(program.begin, program.end):
             entry = program.entries[index]
             result._hosts.append(host)
-            before = host
-            if isinstance(entry, Launch) and isinstance(entry.work, Collective):
-                before -= self._meet_before(entry.work, host)
-            seconds = machine.host_seconds(entry, is_compiled=self._is_compiled)
-            host = self._issue(host, seconds, is_call=_is_call(entry))
+            begin = host
+            host += machine.host_seconds(entry, is_compiled=self._is_compiled)
             if isinstance(entry, HostCompute):
-                self._note_update(entry, before, host)
+                self._note_update(entry, begin, host)
             elif isinstance(entry, Launch):
-                work = self._work(entry, host, index)
-                self._queues[entry.stream].items.append(work)
-                if not program.has_streams and isinstance(entry.work, Kernel):
-                    host = self._run_until_idle(entry.stream)
-                    self._meeting.busy += work.seconds
-                elif not program.has_streams and isinstance(entry.work, Collective):
-                    result.idle[_reason(entry.work)] += host - before
-                    self._reasons[instances + 1] = _reason(entry.work)
+                self._queues[entry.stream].items.append(self._work(entry, host, index))
             elif isinstance(entry, Record):
                 instances += 1
                 latest[entry.event] = instances, entry.stream
@@ -229,12 +173,9 @@ class _Player:
             elif isinstance(entry, Wait) and entry.event in latest:
                 instance, stream = latest[entry.event]
                 if entry.stream == HOST:
-                    self._awaited = stream if program.has_streams else None
-                    self._reason = self._reasons.get(instance)
-                    until = max(host, self._run(instance))
-                    self._awaited = self._reason = None
-                    self._meeting.waited += until - host
-                    host = until
+                    self._awaited = stream
+                    host = max(host, self._run(instance))
+                    self._awaited = None
                 elif entry.stream != stream:
                     self._queues[entry.stream].items.append(_Until(instance, stream))
         result._hosts.append(host)
@@ -285,53 +226,7 @@ class _Player:
         if entry.phase == "optimizer" and not self._result.gradient_seconds:
             self._result.gradient_seconds = begin
 
-    # --- the host of a CPU ----------------------------------------------------------------------
-
-    def _issue(self, begin: float, seconds: float, *, is_call: bool) -> float:
-        """Return when the host has issued something that takes it so long by itself.
-
-        Ranks call a collective together, and its time was measured when all of them did. So their share of the cores is in it.
-        """
-        if self._program.has_streams:
-            return begin + seconds
-        if seconds:
-            link = _CALL if is_call else ""
-            self._queues[COMPUTE].items.append(_Work(seconds, begin, link, "between"))
-            begin = self._run_until_idle(COMPUTE)
-            if is_call:
-                self._meeting.waited += seconds
-            else:
-                self._meeting.busy += seconds
-        return begin
-
-    def _meet_before(self, work: Collective, host: float) -> float:
-        """Return how long the host waits for other ranks before a collective: [Note: ranks on the same cores].
-
-        It came earlier by that, so all its times since the last meeting were earlier, too.
-        """
-        if self._program.has_streams or work.ranks < 2:
-            return 0.0
-        met, hosts, waits = self._meeting, self._result._hosts, 0.0
-        passed = host - met.time
-        lost = passed - met.waited - met.busy
-        if lost > _TINY:
-            for_ranks = min(lost, met.busy * (self._slowdown - 1))
-            turn = self._machine.host.turn_us * MICRO
-            waits = (lost - for_ranks + for_ranks * min(1.0, turn / met.busy)) / 2
-            for place in range(met.place, len(hosts)):
-                hosts[place] -= waits * (hosts[place] - met.time) / passed
-        self._meeting = _Meeting(time=host, place=len(hosts))
-        return waits
-
     # --- the device -------------------------------------------------------------------------------
-
-    def _run_until_idle(self, stream: int) -> float:
-        """Let the device work until a stream has done all that was issued to it; return when."""
-        queue = self._queues[stream]
-        while queue.running is not None or queue.items:
-            if not self._advance():
-                break
-        return self._now
 
     def _run(self, instance: int | None) -> float:
         """Let the device work until a mark is reached, or until nothing is left; return when."""
@@ -349,7 +244,7 @@ class _Player:
         # How much longer each takes than by itself.
         links = Counter(each.running.link for each in running if each.running)
         factors: dict[str, float] = dict(links)
-        factors[""] = self._slowdown_beside if factors.get(_WIRE) else self._slowdown
+        factors[""] = self._machine.overlap.compute_slowdown if links[_WIRE] else 1.0
         step = min(
             (each.left * factors[each.running.link] for each in running if each.running),
             default=None,
@@ -397,9 +292,6 @@ class _Player:
     def _note_idle(self, seconds: float) -> None:
         queue = self._queues[COMPUTE]
         if queue.running is not None:
-            return
-        if self._reason is not None:
-            self._result.idle[self._reason] += seconds
             return
         awaited = self._awaited
         if queue.items and isinstance(head := queue.items[0], _Until):

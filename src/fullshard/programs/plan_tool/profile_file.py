@@ -90,6 +90,16 @@ MAY_BE_ZERO = frozenset(
 )
 
 
+NO_CPU_PLANS = (
+    "Plans are of GPUs; CPU ranks are for tests. Plan the GPUs on which the model will train, such as --gpu h100: a plan runs on "
+    "a machine without a GPU."
+)
+CPU_NAMES = ("cpu", "gloo", "laptop")
+"""Names of a profile that fullshard shipped until 0.1."""
+OLD_HOST_VALUES = ("turn_us", "is_synchronous")
+"""Values of older profiles, without an effect on GPUs."""
+
+
 def known_profiles() -> dict[str, Path]:
     """Return the files of the shipped profiles, by names and aliases."""
     found: dict[str, Path] = {}
@@ -109,7 +119,10 @@ def load_profile(name_or_path: str | Path) -> Machine:
     path = local_path(name_or_path)
     if isinstance(name_or_path, str) and not text.endswith(".toml"):
         known = known_profiles()
-        found = known.get(text.lower().replace("_", "-").replace(" ", "-"))
+        name = text.lower().replace("_", "-").replace(" ", "-")
+        if name in CPU_NAMES:
+            raise ConfigurationError(NO_CPU_PLANS)
+        found = known.get(name)
         if found is None:
             raise ConfigurationError(_unknown_name(text, known))
         path = found
@@ -141,6 +154,7 @@ def parse_profile(text: str, *, where: str) -> Machine:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{where} is not TOML: {error}.") from None
+    _drop_old_values(document, where)
     reading = _Reading(document)
     machine = reading.machine()
     if reading.problems or machine is None:
@@ -149,6 +163,19 @@ def parse_profile(text: str, *, where: str) -> Machine:
         remedy = "Compare it with a shipped profile, such as profiles/h100.toml of the plan tool."
         raise ConfigurationError("\n".join([*lines, remedy]))
     return machine
+
+
+def _drop_old_values(document: dict[str, Any], where: str) -> None:
+    """Take what only plans of CPU ranks needed out of an older profile; ConfigurationError if it is that of a CPU."""
+    host = document.get("host")
+    if not isinstance(host, dict):
+        return
+    if host.get("is_synchronous") is True:
+        raise ConfigurationError(f"The profile {where} is that of a CPU. {NO_CPU_PLANS}")
+    for values in (host, host.get("source")):
+        if isinstance(values, dict):
+            for name in OLD_HOST_VALUES:
+                values.pop(name, None)
 
 
 class _Reading:
@@ -256,12 +283,6 @@ def _take_texts(value: object) -> tuple[str, ...]:
     return tuple(map(_take_text, value))
 
 
-def _take_bool(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    return value
-
-
 def _take_int(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError("a whole number")
@@ -292,7 +313,6 @@ def _take_rows(length: int) -> Callable[[object], tuple[tuple[float, ...], ...]]
 
 
 TAKERS: dict[Any, Callable[[object], Any]] = {
-    bool: _take_bool,
     int: _take_int,
     float: _take_number,
     Mapping[str, float]: _take_by_dtype,
@@ -366,8 +386,6 @@ def to_toml(machine: Machine) -> str:
 
 def _toml(value: object) -> str:
     match value:
-        case bool():
-            return str(value).lower()
         case int() | float():
             return repr(value)
         case str():

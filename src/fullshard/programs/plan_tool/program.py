@@ -179,5 +179,3 @@ class Program:
     """Names of streams, by number; the first is `COMPUTE`."""
     kinds: Mapping[int, MemoryKind]
     """Purpose of each memory."""
-    has_streams: bool
-    """Whether work is issued now and done later. Otherwise the host computes, as on a CPU."""

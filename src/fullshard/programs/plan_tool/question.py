@@ -11,7 +11,7 @@ from pathlib import Path
 from fullshard.errors import ConfigurationError
 from fullshard.programs.plan_tool.machine import Machine
 from fullshard.programs.plan_tool.profile_file import known_profiles, load_profile
-from fullshard.programs.train.config import OFFLOAD_ON_CPU, Problem, RunConfig
+from fullshard.programs.train.config import Problem, RunConfig
 from fullshard.programs.train.config_file import read_config
 from fullshard.programs.train.model_argument import (
     DEFAULT_WORLD,
@@ -73,8 +73,6 @@ def read_question(
     def problems(config: RunConfig) -> Iterator[Problem]:
         world = world_of(config)
         yield from (*config.world_problems(world), *model_problems(config))
-        if config.sharding.offload and machine.host.is_synchronous:
-            yield Problem(("sharding.offload",), OFFLOAD_ON_CPU)
         if world > MAX_WORLD:
             yield Problem(
                 ("run.ranks",),
@@ -85,10 +83,10 @@ def read_question(
     open_fields = frozenset() if file else _open_fields(wanted)
     if file is None:
         # A run's own defaults are for a few ranks on a CPU. Other fields may go together with bf16 only, so it comes first.
-        if PRECISION in open_fields and not machine.host.is_synchronous:
+        if PRECISION in open_fields:
             wanted.append(f"{PRECISION}=bf16")
         asked = read_config(None, wanted)
-        wanted += _usual_settings(asked, open_fields, world_of(asked), machine)
+        wanted += _usual_settings(asked, open_fields, world_of(asked))
     config = read_config(file, wanted, checks=[problems])
     tokens = config.train.steps * config.train.batch * config.data.context if file else None
     return Question(config, world_of(config), machine, open_fields, tokens)
@@ -100,14 +98,12 @@ def _open_fields(settings: Sequence[str]) -> frozenset[str]:
     return frozenset({CONTEXT, PRECISION, BATCH, RECOMPUTE} - given)
 
 
-def _usual_settings(
-    config: RunConfig, open_fields: frozenset[str], world: int, machine: Machine
-) -> Iterator[str]:
-    """Yield the usual settings of training a model: on GPUs long windows; one window for each rank and microbatch.
+def _usual_settings(config: RunConfig, open_fields: frozenset[str], world: int) -> Iterator[str]:
+    """Yield the usual settings of training a model: long windows; one window for each rank and microbatch.
 
     `starting_point` may make more windows of it.
     """
-    if CONTEXT in open_fields and not machine.host.is_synchronous:
+    if CONTEXT in open_fields:
         yield f"{CONTEXT}={min(longest_window(config) or DECODER_CONTEXT, USUAL_TOKENS)}"
     if BATCH in open_fields:
         yield f"{BATCH}={world * config.train.accumulate}"

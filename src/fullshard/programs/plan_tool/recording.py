@@ -288,7 +288,6 @@ class Recorder(observer.DeviceObserver):
             end=len(self.entries),
             streams=tuple(self.device.stream_names),
             kinds=self.kinds,
-            has_streams=self.device.has_streams,
         )
 
 

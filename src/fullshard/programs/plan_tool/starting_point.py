@@ -81,7 +81,7 @@ def _is_certain(first: PlannedStep, choice: Question) -> bool:
 def _choices(question: Question) -> Iterator[Question]:
     """Yield the possible plans, the one that recomputes the least first; only the question itself if nothing is open."""
     config = question.config
-    if BATCH not in question.open_fields or question.machine.host.is_synchronous:
+    if BATCH not in question.open_fields:
         yield question
         return
     most = max(1, USUAL_TOKENS // config.data.context)
@@ -98,11 +98,10 @@ def _choices(question: Question) -> Iterator[Question]:
 
 def chosen_text(question: Question) -> str | None:
     """Return the choices that were made, and why; None if the question said all of it."""
-    config, is_gpu = question.config, not question.machine.host.is_synchronous
-    parts = []
-    if PRECISION in question.open_fields and is_gpu:
+    config, parts = question.config, []
+    if PRECISION in question.open_fields:
         parts.append("compute in bf16")
-    if CONTEXT in question.open_fields and is_gpu:
+    if CONTEXT in question.open_fields:
         longest = longest_window(config)
         text = f"windows of {config.data.context:,} tokens"
         if longest is not None:

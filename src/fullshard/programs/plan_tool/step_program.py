@@ -53,7 +53,7 @@ def record_step(
         config: The run.
         world: Ranks.
         source: Its model.
-        has_streams: Whether the device is an accelerator; otherwise it is a CPU.
+        has_streams: Whether the device is an accelerator. The steps of CPU ranks in tests have none.
 
     Raises:
         ConfigurationError: the configuration does not go together, or not with this number of ranks.

@@ -154,8 +154,8 @@ def bands_of(planned: PlannedStep, parameters: int) -> Bands:
 def band_of(planned: PlannedStep, answer: Answer, parameters: int) -> Band:
     """Return the band of an answer about a model with so many parameters."""
     config, machine = planned.config, planned.machine
-    if answer != "time" and (machine.host.is_synchronous or config.compute.compile == "blocks"):
-        # The CPU has another allocator, and what compiled blocks keep is the profile's assumption.
+    if answer != "time" and config.compute.compile == "blocks":
+        # What compiled blocks keep is the profile's assumption.
         return Band(None, "others")
     if answer == "time" and host_is_outdated(planned):
         return Band(max(HOST_BAND, _band_of_time(planned) or 0.0), "host")
@@ -177,7 +177,7 @@ def band_of(planned: PlannedStep, answer: Answer, parameters: int) -> Band:
 
 def host_is_outdated(planned: PlannedStep) -> bool:
     """Return whether the host decides how long a step takes, by times that were measured with an earlier engine."""
-    is_shipped = planned.machine.name != MEASURED_HERE and not planned.machine.host.is_synchronous
+    is_shipped = planned.machine.name != MEASURED_HERE
     return is_shipped and planned.playback.idle.get("host", 0.0) >= HOST_SHARE * planned.seconds
 
 
