@@ -283,6 +283,29 @@ def test_the_root_is_the_state_whose_forward_comes_first(log: list[str]) -> None
     assert state(net).options.reshard_after_forward
 
 
+class Scaled(nn.Module):
+    """A module that uses a parameter of its own behind a module that is sharded by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+def test_memory_of_modules_that_have_gone_to_another_root_is_left_alone() -> None:
+    with fake_world(2), torch.no_grad():
+        shared = Scaled()
+        first, second = nn.Sequential(shared), nn.Sequential(shared)
+        for module in (shared.inner, shared, first, second):
+            fully_shard(module)
+        for root in (first, second, first, first, second, first):
+            root(torch.ones(1, 4))
+        state(first).step.forget(together=False)  # type: ignore[union-attr]
+        first(torch.ones(1, 4))
+
+
 def test_a_list_of_modules_is_no_root(log: list[str]) -> None:
     layers = [Layer(name, log) for name in "ab"]
     fully_shard(layers)

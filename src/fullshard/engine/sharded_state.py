@@ -46,14 +46,13 @@ TRANSITIONS: dict[ShardedState, frozenset[ShardedState]] = {
 class Retention(enum.Enum):
     """The answer about a state's gathered memory while it is not used: may it be used again, and until when?
 
-    Set by `Step` wherever a state is gathered or left.
+    Set by the `Step` that a state runs under, wherever it is gathered or left. The one state that is kept until the next
+    gather is that step's own to know.
     """
 
     NONE = "none"
     """It is in use or given back; or the user keeps it, and the next forward asks whether the shards are unchanged."""
     FORECAST = "forecast"
     """It was gathered early and has not been used yet. Given back at the end of the pass if it is not."""
-    NEXT_GATHER = "next gather"
-    """Given back when the next state has been gathered: [Note: two gather buffers]."""
     BACKWARD = "backward"
     """Kept for the backward of the forward that has ended, and for no other forward."""

@@ -16,7 +16,7 @@ The gather of the next state overlaps with this state's compute, so two gather b
 a forecast, the next gather is issued before the compute, into other memory, and this state's memory is released right
 after its forward. Without one (the first forward, or one that leaves the order), a state only gets its sharded
 parameters back after its forward; its memory is released once the next state has been gathered
-(`Retention.NEXT_GATHER`), so that this gather need not wait for it.
+(`Step._left_last`), so that this gather need not wait for it.
 
 [Note: writes in forward]
 Users may write sharded parameters within a forward, before the module that has them runs: momentum encoders (MoCo, BYOL),
@@ -101,7 +101,6 @@ _SHARDED_POST_FORWARD = ShardedState.SHARDED_POST_FORWARD
 _FORWARD = TrainingState.FORWARD
 _NONE = Retention.NONE
 _FORECAST = Retention.FORECAST
-_NEXT_GATHER = Retention.NEXT_GATHER
 
 
 class ReachedState:
@@ -150,7 +149,7 @@ class Step:
         self._forwards: list[tuple[FSDPState, list[FSDPState]]] = []
         """Forwards now running, one inside the other, each with the states used within it so far: for `ObservedUse`."""
         self._left_last: FSDPState | None = None
-        """The state that is kept until the next gather, if any."""
+        """The state whose memory is given back when the next state has been gathered, if any: [Note: two gather buffers]."""
         self.has_run = False
         """Whether a forward has ended."""
         self.passes: list[int] = []
@@ -329,7 +328,7 @@ class Step:
             if self._left_last is not state:
                 self._give_back_last()
             state.use_sharded_params()
-            state.retention, self._left_last = _NEXT_GATHER, state
+            self._left_last = state
 
     def _end_forward(self) -> None:
         for state in self.states:
@@ -346,7 +345,10 @@ class Step:
             kept = not options.reshard_after_forward and (
                 options.auto_reshard or options.kept_for_backward_only
             )
-            state.retention = Retention.BACKWARD if kept and state.gathered else _NONE
+            if (
+                state.step is self
+            ):  # memory of one that has gone to another root is that one's to answer for
+                state.retention = Retention.BACKWARD if kept and state.gathered else _NONE
             if not has_backward:
                 # No backward will put the sharded parameters back, and users who write them or build an optimizer must
                 # find them. The memory is kept where a graph may be hidden in an output.
@@ -368,7 +370,7 @@ class Step:
         """
         if state.step is not self:
             return False  # it has gone to another root
-        if state.retention is _FORECAST or state.retention is _NEXT_GATHER:
+        if state.retention is _FORECAST or state is self._left_last:
             return True
         if state.call is not None and state.options.reshard_after_forward:
             return bool(state.groups)
@@ -394,10 +396,8 @@ class Step:
                 part: Part = "backward_prefetch" if self.passes else "forward_prefetch"
                 if observer is not None:
                     observer.begins(part, state)
-                options = state.options
-                stays = not (options.reshard_after_forward and options.reshard_after_backward)
                 for group in state.groups:
-                    group.unshard(may_stay=stays)
+                    group.unshard(may_stay=_stays(state))
                 state.retention = _FORECAST
                 if observer is not None:
                     observer.ends(part, state)
@@ -407,8 +407,7 @@ class Step:
 
         With ``gives_back``, what was kept until the next gather is given back when that has been issued.
         """
-        groups, options, last = state.groups, state.options, self._left_last
-        stays = not (options.reshard_after_forward and options.reshard_after_backward)
+        groups, last, stays = state.groups, self._left_last, _stays(state)
         gives_back = (
             gives_back and last is not None and last is not state and self.needs_gather(state)
         )
@@ -426,8 +425,8 @@ class Step:
         """Let memory that was gathered on a forecast, or kept until the next gather, be used now."""
         if state.retention is _FORECAST:
             state.retention = _NONE
-        elif state.retention is _NEXT_GATHER:
-            state.retention, self._left_last = _NONE, None
+        if state is self._left_last:
+            self._left_last = None
 
     def _backward_needs_gather(self, call: Call[FSDPState]) -> bool:
         """Whether the backward of ``call``, which comes later, needs a gather."""
@@ -459,7 +458,7 @@ class Step:
 
     def _drop_forecast(self) -> None:
         for state in self.states:
-            if state.retention is _FORECAST:
+            if state.retention is _FORECAST and state.step is self:
                 state.retention = _NONE
                 state.reshard()
 
@@ -467,7 +466,6 @@ class Step:
         """Give back memory kept until the next gather, which has been issued or does not come."""
         state, self._left_last = self._left_last, None
         if state is not None:
-            state.retention = _NONE
             for group in state.groups:
                 group.reshard_after_forward()
 
@@ -785,7 +783,8 @@ class Step:
         for state in self.states:
             end_call(state)
             state.training_state = TrainingState.IDLE
-            state.retention = _NONE
+            if state.step is self:
+                state.retention = _NONE
         self.schedule.abandon_forward()
         if together:
             self.schedule = Schedule()
@@ -915,6 +914,11 @@ def look_past(call: Call[Unit], needs_gather: Callable[[Call[Unit]], bool]) -> C
     for each in passed:
         each.gathered_before = found
     return found
+
+
+def _stays(state: FSDPState) -> bool:
+    """Whether memory that is gathered now may be used by later forwards, too."""
+    return not (state.options.reshard_after_forward and state.options.reshard_after_backward)
 
 
 def end_call(state: FSDPState) -> None:
