@@ -352,6 +352,8 @@ class TraceRecorder(StepObserver):
     def issues(self, collective: Collective, group: Group) -> None:
         """See `StepObserver`."""
         spans = self._in_flight.setdefault((collective, group), deque())
+        if collective != "reduce":
+            spans.clear()  # of others a group has one in flight; an older one was given up after a failure
         spans.append(CollectiveSpan(self, collective, group) if self._has_room() else None)
 
     def _latest(self, collective: Collective, group: Group) -> CollectiveSpan | None:
