@@ -22,7 +22,7 @@ from fullshard import torch_border
 from fullshard.mesh.backends import backend_of
 from fullshard.transport.monitor import monitor_of
 from fullshard.transport.tags import Tag
-from fullshard.transport.works import JoinedGather, as_real, ordered, watched
+from fullshard.transport.works import JoinedGather, as_real
 
 
 class Transport(ABC):
@@ -120,11 +120,7 @@ class Coalesced(Transport):
         except DistBackendError as error:
             self._monitor.refused(tag, error)
             raise
-        if backend.is_on_stream:
-            return work if async_op else None
-        if joined is None:
-            work = watched(work, self._monitor, backend)
-        return work if async_op else ordered(work, backend)
+        return self._awaited(work, is_told=joined is not None, async_op=async_op)
 
     def reduce(
         self,
@@ -138,7 +134,7 @@ class Coalesced(Transport):
         """See `Transport`."""
         if not outputs:
             return None
-        group, backend = self.group, self._backend
+        group = self.group
         options = _reduce_options(op, async_op=async_op)
         if outputs[0].is_complex():  # as are all others, then
             outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
@@ -148,10 +144,15 @@ class Coalesced(Transport):
         except DistBackendError as error:
             self._monitor.refused(tag, error)
             raise
-        if backend.is_on_stream:
-            return work if async_op else None
-        work = watched(work, self._monitor, backend)
-        return work if async_op else ordered(work, backend)
+        return self._awaited(work, async_op=async_op)
+
+    def _awaited(self, work: Work, *, is_told: bool = False, async_op: bool) -> Work | None:
+        """Return the work for the caller to wait for, of which the monitor is told; None if nothing is left to wait for."""
+        if not self._backend.is_on_stream:
+            work = work if is_told else self._monitor.waited(work)
+            if not async_op:
+                work.wait()
+        return work if async_op else None
 
 
 class Exchanged(Coalesced):
@@ -173,22 +174,14 @@ class Exchanged(Coalesced):
         pairs = [pair for pair in zip(outputs, inputs, strict=True) if pair[0].numel()]
         if not pairs:
             return None
-        group, backend = self.group, self._backend
         self._monitor.before(tag, inputs)
         with self._monitor.calling(tag):
-            works = [
-                watched(
-                    torch_border.all_to_all_single(group, output, tensor, options),
-                    self._monitor,
-                    backend,
-                )
+            calls = [
+                torch_border.all_to_all_single(self.group, output, tensor, options)
                 for output, tensor in pairs
             ]
-        if not async_op:
-            for work in works:
-                ordered(work, backend)
-            return None
-        return works[0] if len(works) == 1 else cast(Work, Works(works))
+        works = [work for call in calls if (work := self._awaited(call, async_op=async_op))]
+        return cast(Work, Works(works)) if len(works) > 1 else next(iter(works), None)
 
 
 class Works:
