@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -77,9 +78,14 @@ class Decoder(nn.Module):
         return result
 
 
+_SEEDING = threading.Lock()
+"""Ranks may be threads, which share torch's generator."""
+
+
 def make_decoder(options: ModelOptions | None = None, seed: int = 0) -> Decoder:
-    torch.manual_seed(seed)
-    return Decoder(options or ModelOptions())
+    with _SEEDING:
+        torch.manual_seed(seed)
+        return Decoder(options or ModelOptions())
 
 
 def tokens_for(step: int, batch: int, length: int = 7) -> Tensor:
